@@ -1,0 +1,45 @@
+# Everything runs in one virtual environment: .venv, or where RAYKV_VENV says.
+VENV    := $(or $(RAYKV_VENV),.venv)
+PY      := $(VENV)/bin/python
+BACKEND ?= cpu
+export BACKEND
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test unit integration lint format bench soak clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make or update the virtual environment (BACKEND=cuda for NVIDIA GPUs)
+	@python3 scripts/setup.py
+
+demo: setup  ## a real model, two real children in Ray actors, a child killed (MODEL=path for your own model)
+	@MODEL="$(MODEL)" $(PY) -m examples.demo
+
+test: setup lint unit integration  ## all that must pass before a change goes in
+
+unit: setup  ## tests that neither import vLLM nor start Ray
+	$(PY) -m pytest tests -m 'not vllm and not ray and not engine and not soak'
+
+integration: setup  ## tests on vLLM's own classes, on a local Ray, on real engines
+	$(PY) -m pytest tests -m '(vllm or ray or engine) and not soak'
+
+lint: setup  ## ruff (rules and format) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup  ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup  ## hook time and TTFT against vLLM's own MultiConnector
+	$(PY) -m benchmarks.run
+
+soak: setup  ## the long tests
+	$(PY) -m pytest tests -m soak
+
+clean:  ## remove caches, builds and reports; the virtual environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report.json bench-report.json
+	find raykv tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

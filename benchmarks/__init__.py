@@ -1,0 +1,1 @@
+"""RayKV measured against what vLLM does by itself."""

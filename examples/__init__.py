@@ -1,0 +1,1 @@
+"""What RayKV looks like in use."""

@@ -1,0 +1,1 @@
+"""What does: plain classes that Ray runs, and the one edge to Ray."""

@@ -1,0 +1,63 @@
+"""What runs in a cluster, seen by somebody who owns nothing of it (the command line)."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from raykv.actors import cluster, handles
+from raykv.errors import HostDied, HostError
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One actor of RayKV's. What is None was not answered; `error` says why."""
+
+    name: str
+    state: str  # up, starting, spare, no answer, gone
+    child: str | None = None
+    rank: int | None = None
+    incarnation: int | None = None
+    pid: int | None = None
+    node_id: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """The cluster at one moment."""
+
+    address: str
+    nodes: list[dict[str, Any]]
+    hosts: list[HostRow]
+
+
+def look(address: str | None, namespace: str = "raykv", timeout: float = 3) -> ClusterView:
+    """Join the cluster and ask every actor of RayKV's, all at once; one that hangs is a row like the others."""
+    info = cluster.connect(address, namespace=namespace)
+    names = handles.names(namespace)
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(names)))) as pool:
+        rows = list(pool.map(lambda name: _row(name, namespace, timeout), names))
+    return ClusterView(info.address, cluster.nodes(), rows)
+
+
+def _row(name: str, namespace: str, timeout: float) -> HostRow:
+    host = handles.find(name, namespace)
+    if host is None:
+        return HostRow(name, "gone")
+    try:
+        # Not wait_ready: an actor of another version is worth a row too.
+        info = host.call("info", timeout=timeout)
+    except HostDied as error:
+        return HostRow(name, "gone", error=str(error))
+    except HostError as error:
+        return HostRow(name, "no answer", error=str(error))
+    known: dict[str, Any] = {"pid": info["pid"], "node_id": info["node_id"]}
+    try:
+        status = host.call("status", timeout=timeout)
+    except HostError as error:
+        return HostRow(name, "no answer", error=str(error), **known)
+    child = getattr(status, "child", None) or None
+    if child is None:
+        return HostRow(name, "spare", **known)
+    state = "up" if getattr(status, "registered", True) else "starting"
+    return HostRow(name, state, child, getattr(status, "rank", None), getattr(status, "incarnation", None), **known)

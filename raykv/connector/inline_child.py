@@ -1,0 +1,66 @@
+"""The worker half of a child that runs in vLLM's worker: `run: inline`.
+
+Its hooks run where vLLM runs them, and what they raise is vLLM's to handle: there is no process whose death
+would settle them. Its completions go the same way as a hosted child's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from raykv.connector.metadata import ChildWorkerOutput
+from raykv.core.open_loads import OpenLoads
+from raykv.messages import ChildEvent, ChildIndex, ChildPlan, EventKind
+from raykv.types import Incarnation, Rank, RequestId
+
+NEVER_DUE = float("inf")
+
+
+class InlineChild:
+    """One inline child on one rank. The worker's thread."""
+
+    def __init__(self, index: ChildIndex, rank: Rank, connector: KVConnectorBase_V1, saves: bool = True) -> None:
+        self.index, self.rank, self.connector, self.saves = index, rank, connector, saves
+        self._loads = OpenLoads()
+        self._invalid: set[int] = set()
+        self.bound = False
+
+    def bind(self, meta: Any, plan: ChildPlan) -> None:
+        self.connector.bind_connector_metadata(meta)
+        self._loads.begin(plan.loads, NEVER_DUE)
+        self.bound = True
+
+    def clear(self) -> None:
+        if self.bound:
+            self.connector.clear_connector_metadata()
+            self.bound = False
+
+    def load_errors(self) -> set[int]:
+        """The block ids that the child has reported as not loaded since the last `collect`."""
+        self._invalid |= self.connector.get_block_ids_with_load_errors()
+        return self._invalid
+
+    def collect(self, finished: set[str]) -> tuple[list[ChildEvent], ChildWorkerOutput]:
+        """The child's completions and statistics, in vLLM's order: errors are asked for after the completions,
+        since many children find them there."""
+        found = self.connector.get_transfer_results(finished)
+        invalid, self._invalid = self.load_errors(), set()
+        events = [
+            ChildEvent(kind, self.index, self.rank, Incarnation(0), request, attempt)
+            for kind, request, attempt in self._loads.end(
+                map(RequestId, found.finished_recving), map(RequestId, found.failed_recving), invalid
+            )
+        ]
+        events += [
+            ChildEvent(EventKind.SEND_DONE, self.index, self.rank, Incarnation(0), RequestId(request))
+            for request in found.finished_sending
+        ]
+        stats = self.connector.get_kv_connector_stats()
+        output = ChildWorkerOutput(
+            worker_meta=self.connector.build_connector_worker_meta(),
+            kv_events=self.connector.get_kv_connector_kv_cache_events(),
+            stats=None if stats is None or stats.is_empty() else stats,
+        )
+        return events, output

@@ -1,0 +1,167 @@
+"""The scheduler half of one child, behind a guard: it may raise, go down, and come back as a new object.
+
+All calls come from EngineCore's thread; only `mark_down`, `detach` and `offer` are the supervisor's. The lock
+makes sure that no hook of the old object runs while the supervisor shuts it down.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from raykv.config import MAX_RETRY_S, ChildConfig, RunMode
+from raykv.connector import vllm_compat
+from raykv.connector.metadata import dump
+from raykv.core.faults import FaultWindow
+from raykv.types import Incarnation, Rank, RequestId, StepId
+
+logger = logging.getLogger("raykv")
+T = TypeVar("T")
+NEVER = StepId(-1)
+
+
+class ChildState(enum.Enum):
+    """Whether a child takes part."""
+
+    UP = "up"
+    DOWN = "down"  # its hosts are dead or must be; waiting for a rebuild
+    PAUSED = "paused"  # inline, over its fault limit, until `paused_until`
+
+
+class SchedulerChild:
+    """One child as the scheduler half sees it."""
+
+    def __init__(self, config: ChildConfig, connector: KVConnectorBase_V1, num_ranks: int) -> None:
+        self.config = config
+        self.index = config.index
+        self.name = str(config.name)
+        self.hosted = config.options.run is RunMode.ACTOR
+        self.saves = config.saves
+        self.state = ChildState.UP
+        self.incarnations = (Incarnation(0),) * num_ranks
+        self.planned = NEVER
+        self.done = dict.fromkeys((Rank(r) for r in range(num_ranks)), NEVER)
+        self.known: set[RequestId] = set()
+        self.must_retire = False
+        self.faulted = False
+        self._connector: KVConnectorBase_V1 | None = connector
+        self._lock = threading.RLock()
+        self._paused_until = 0.0
+        self._offered: tuple[KVConnectorBase_V1, tuple[Incarnation, ...]] | None = None
+        options = config.options
+        self._faults = FaultWindow(options.max_faults, options.fault_window_s, options.retry_s, MAX_RETRY_S)
+        self._empty_metadata: bytes | None = None
+        self._may_idle = config.module_path is None and config.connector in vllm_compat.IDLE_WHEN_EMPTY
+
+    # -- calling --------------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        if self.state is ChildState.PAUSED and time.monotonic() >= self._paused_until:
+            self.state = ChildState.UP
+        return self.state is ChildState.UP
+
+    def call(self, hook: str, call: Callable[[KVConnectorBase_V1], T], default: T) -> T:
+        """What the child's hook returns; `default` if it is not up or raises, which counts as a fault."""
+        with self._lock:
+            if not self.up or self._connector is None:
+                return default
+            try:
+                return call(self._connector)
+            except Exception as error:
+                self._fault(hook, error)
+                return default
+
+    def _fault(self, hook: str, error: Exception) -> None:
+        self.faulted = True
+        verdict = self._faults.fault(time.monotonic())
+        logger.warning("child %s raised in %s (scheduler half): %s", self.name, hook, error, exc_info=not verdict.off)
+        if verdict.off:
+            logger.warning("child %s is switched off after repeated faults", self.name)
+            if self.hosted:
+                self.must_retire = True
+                self.mark_down()
+            else:
+                self.state = ChildState.PAUSED
+                self._paused_until = time.monotonic() + verdict.pause_s
+
+    def is_idle(self, meta: Any, meta_bytes: bytes) -> bool:
+        """Whether this metadata asks nothing of the worker half, for classes where that can be told."""
+        if not self._may_idle:
+            return False
+        if self._empty_metadata is None:
+            try:
+                self._empty_metadata = dump(type(meta)())
+            except TypeError:
+                self._may_idle = False
+                return False
+        return meta_bytes == self._empty_metadata
+
+    # -- going down and coming back -------------------------------------------------------------------------
+
+    def mark_down(self) -> None:
+        """Its hosts are gone, or will be: it is asked nothing until it has been rebuilt."""
+        with self._lock:
+            if self.state is not ChildState.DOWN:
+                self.state = ChildState.DOWN
+                self.known.clear()
+
+    def distrust(self) -> None:
+        """Its plan of a step raised. What it meant to plan may come out of a later one, when its blocks have other
+        owners, so this object is not asked for another: a hosted child is rebuilt, an inline one stays off."""
+        logger.warning(
+            "child %s could not plan a step: %s",
+            self.name,
+            "both its halves start again" if self.hosted else "it is off until the engine starts again",
+        )
+        if self.hosted:
+            self.must_retire = True
+            self.mark_down()
+        else:
+            self.state = ChildState.PAUSED
+            self._paused_until = float("inf")
+
+    def detach(self) -> KVConnectorBase_V1 | None:
+        """Take the old object out, to be shut down."""
+        with self._lock:
+            connector, self._connector = self._connector, None
+            return connector
+
+    def offer(self, connector: KVConnectorBase_V1, incarnations: tuple[Incarnation, ...]) -> None:
+        """A rebuilt object and the hosts it belongs to; EngineCore's thread takes it with `accept`."""
+        with self._lock:
+            self._offered = (connector, incarnations)
+
+    def accept(self) -> tuple[Incarnation, ...] | None:
+        """Install what was offered; returns the incarnations that it replaces, None if there was nothing."""
+        if self._offered is None:
+            return None
+        with self._lock:
+            self._connector, incarnations = self._offered
+            self._offered = None
+            old, self.incarnations = self.incarnations, incarnations
+            self.state = ChildState.UP
+            self.must_retire = False
+            # The old incarnations are dead on every rank, so their steps are over.
+            for rank in self.done:
+                self.done[rank] = max(self.done[rank], self.planned)
+            return old
+
+    @property
+    def has_offer(self) -> bool:
+        return self._offered is not None
+
+    @property
+    def completed(self) -> StepId:
+        return min(self.done.values())
+
+    def shutdown(self) -> None:
+        connector = self.detach()
+        if connector is not None:
+            connector.shutdown()

@@ -1,0 +1,497 @@
+"""RayKV in EngineCore: which child loads what, which blocks are pinned, and what vLLM may hear.
+
+Decisions live in `core`; this class turns vLLM's calls into events for them and their answers into calls on
+vLLM's block pool. It runs in EngineCore's thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.outputs import KVConnectorOutput
+
+from raykv.config import ChildConfig, MultiConfig, RunMode
+from raykv.connector import vllm_compat
+from raykv.connector.events import EventJoin, tagged
+from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, dump
+from raykv.connector.scheduler_child import SchedulerChild
+from raykv.connector.stats import RayMultiStats, SchedulerCounters
+from raykv.connector.transfer_params import ChildParams, merge_returned
+from raykv.core.ledger import Ledger, Settled
+from raykv.core.lookups import Answer, LookupBook, Outcome
+from raykv.core.pins import PinTable
+from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind, LoadOrder
+from raykv.types import Rank, RequestId, StepId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("raykv")
+
+SETTLING_PAUSE_S = 0.003
+"""At most what a request that arrives in a quiet engine waits for such a step; measured steps took 1 to 2 ms."""
+
+
+class SchedulerHalf:
+    """The scheduler half of one engine's MultiConnector."""
+
+    def __init__(self, config: MultiConfig, children: Sequence[SchedulerChild], vllm_config: Any, kv_cache_config: Any):
+        num_ranks = vllm_config.parallel_config.world_size
+        limits = [c.config.options.lookup_timeout_s for c in children]
+        if config.lookup_timeout_s is not None:
+            limits = [min(limit, config.lookup_timeout_s) for limit in limits]
+        self.children = list(children)
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._block_size = vllm_config.cache_config.block_size
+        self._ledger = Ledger(len(self.children), num_ranks)
+        self._pins = PinTable()
+        self._lookups = LookupBook(config.load_policy, limits)
+        self._params = ChildParams([child.name for child in self.children])
+        self._counters = SchedulerCounters(self.children)
+        self._windowed = vllm_compat.windowed_groups(kv_cache_config)
+        self._sync_refusals = [
+            _why_no_sync_loads(vllm_config, kv_cache_config, config, child.config) for child in self.children
+        ]
+        self._pool: Any = None
+        self._manager: Any = None
+        self._step = StepId(-1)
+        self._requests: dict[RequestId, Request] = {}
+        self._chosen_computed: dict[RequestId, int] = {}
+        self._loads: dict[ChildIndex, list[LoadOrder]] = {}
+        self._sync_loads: dict[ChildIndex, list[tuple[RequestId, tuple[int, ...]]]] = {}
+        self._owed: dict[ChildIndex, list[RequestId]] = {}
+        self._echo: set[RequestId] = set()
+        self._doubtful: set[ChildIndex] = set()
+        self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
+        self._early_events: list[ChildEvent] = []
+        self._event_joins = [EventJoin() for _ in self.children]
+        self._sync_failed = False
+
+    # -- set-up ---------------------------------------------------------------------------------------------
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        self._manager, self._pool = kv_cache_manager, kv_cache_manager.block_pool
+        for child in self.children:
+            child.call("bind_kv_cache_manager", lambda c: c.bind_kv_cache_manager(kv_cache_manager), None)
+
+    # -- look-ups -------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._accept_rebuilt()
+        request_id = RequestId(request.request_id)
+        self._requests[request_id] = request
+        self._ledger.request_arrived(request_id)
+        self._params.add(request)
+        for child in self.children:
+            if child.up:
+                child.known.add(request_id)
+                with self._params.of(child.index, request):
+                    child.call("on_new_request", lambda c: c.on_new_request(request), None)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._accept_rebuilt()
+        request_id, now = RequestId(request.request_id), time.monotonic()
+        for index in self._lookups.to_ask(request_id, num_computed_tokens, now):
+            child = self.children[index]
+            if request_id in child.known:
+                with self._params.of(index, request):
+                    tokens, is_async = child.call(
+                        "get_num_new_matched_tokens",
+                        lambda c: c.get_num_new_matched_tokens(request, num_computed_tokens),
+                        (0, False),
+                    )
+                tokens = None if tokens is None else max(0, tokens)
+                refusal = self._sync_refusals[index]
+                if tokens and not is_async and refusal:
+                    self._counters.refuse_sync(child, refusal)
+                    tokens = 0
+                self._lookups.answer(request_id, index, Answer(tokens, is_async, num_computed_tokens))
+        eligible = {
+            child.index: child.up
+            and child.config.options.load
+            and request_id in child.known
+            and self._ledger.may_load(request_id, child.index)
+            for child in self.children
+        }
+        choice = self._lookups.choose(request_id, eligible, now)
+        if choice.outcome is Outcome.PENDING:
+            return None, False
+        self._chosen_computed[request_id] = num_computed_tokens
+        return choice.tokens, choice.is_async
+
+    def chosen_child(self, request: Request) -> SchedulerChild | None:
+        """The child whose hit was promised for this request, while the load is being planned."""
+        choice = self._lookups.chosen(RequestId(request.request_id))
+        if choice is None or choice.outcome is not Outcome.HIT:
+            return None
+        return self.children[choice.child]
+
+    def loading_child(self, request: Request) -> SchedulerChild | None:
+        """The child whose load was planned for this request and has not ended."""
+        index = self._counters.choice_of(RequestId(request.request_id))
+        return None if index is None else self.children[index]
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        request_id = RequestId(request.request_id)
+        choice = self._lookups.take(request_id)
+        winner = choice.child if num_external_tokens > 0 and choice.outcome is Outcome.HIT else -1
+        for child in self.children:
+            if request_id not in child.known:
+                continue
+            tokens = num_external_tokens if child.index == winner else 0
+            child.faulted = False
+            with self._params.of(child.index, request):
+                child.call(
+                    "update_state_after_alloc",
+                    lambda c, n=tokens: c.update_state_after_alloc(request, blocks, n),  # type: ignore[misc]
+                    None,
+                )
+            if child.faulted:
+                # What it planned for this step is in doubt, so nothing of it may run.
+                self._doubtful.add(child.index)
+        computed = self._chosen_computed.pop(request_id, 0)
+        if winner < 0:
+            return
+        child = self.children[winner]
+        self._counters.chosen(request_id, child, num_external_tokens)
+        target = self._load_blocks(blocks, computed, num_external_tokens)
+        if choice.is_async:
+            order = LoadOrder(request_id, self._ledger.open_load(request_id, winner), target)
+            self._loads.setdefault(winner, []).append(order)
+        else:
+            self._sync_loads.setdefault(winner, []).append((request_id, target))
+
+    def _load_blocks(self, blocks: Any, computed: int, tokens: int) -> tuple[int, ...]:
+        """The block ids that a load fills. With several KV groups: all of the request's, ids are ambiguous."""
+        groups = blocks.get_block_ids()
+        if len(groups) > 1:
+            return tuple(block_id for group in groups for block_id in group)
+        first, last = computed // self._block_size, -(-(computed + tokens) // self._block_size)
+        return tuple(groups[0][first:last])
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> RayMultiMetadata:
+        self._accept_rebuilt()
+        self._step = StepId(self._step + 1)
+        if not output.total_num_scheduled_tokens and not self._lookups and not self._ledger.unsettled_loads:
+            # Nobody waits for this step, it only settles saves. vLLM comes again in a millisecond, and on a small
+            # machine these steps would take the cores that the saves need.
+            time.sleep(SETTLING_PAUSE_S)
+        self._grow_pins(output)
+        forward = output.total_num_scheduled_tokens > 0
+        plans = {}
+        for child in self.children:
+            plan = self._plan(child, output, forward)
+            if plan is not None:
+                plans[child.index] = plan
+                if plan.meta is not None:  # else no host hears of this step
+                    child.planned = self._step
+        self._loads, self._sync_loads, self._owed, self._doubtful = {}, {}, {}, set()
+        self._close_preempted()
+        if self._windowed:
+            self._trim(output)
+        self._params.forget_ended()
+        retire = {c.index for c in self.children if c.hosted and c.must_retire}
+        retire |= self._ledger.overdue(
+            time.monotonic(), lambda index: self.children[index].config.options.promise_timeout_s
+        )
+        echo, self._echo = frozenset(self._echo), set()
+        incarnations = {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
+        sync_failed, self._sync_failed = self._sync_failed, False
+        return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed)
+
+    def _plan(self, child: SchedulerChild, output: SchedulerOutput, forward: bool) -> ChildPlan | None:
+        loads = tuple(self._loads.get(child.index, ()))
+        sync = self._sync_loads.get(child.index, ())
+        owed = tuple(self._owed.get(child.index, ()))
+        seen = vllm_compat.filtered_output(output, child.known.__contains__)
+        child.faulted = False
+        with self._params.of_all(child.index):
+            meta = child.call("build_connector_meta", lambda c: c.build_connector_meta(seen), None)
+        if child.faulted:
+            child.distrust()
+        finished = frozenset(RequestId(r) for r in seen.finished_req_ids)
+        child.known -= finished
+        data, idle = None, False
+        if meta is not None and child.index not in self._doubtful:
+            data = dump(meta)
+            quiet = not (loads or sync or owed or finished)
+            idle = quiet and child.hosted and child.is_idle(meta, data)
+            # While a load is open its child must be called in every step: NIXL, for one, begins a transfer in the
+            # first `start_load_kv` after its handshake.
+            if idle and not self._ledger.is_loading(child.index):
+                return None
+            self._counters.planned(child, self._step, vllm_compat.saved_tokens(meta, self._block_size))
+        elif not (loads or sync):
+            return None
+        return ChildPlan(
+            meta=data,
+            incarnations=child.incarnations,
+            loads=loads,
+            sync_loads=tuple(request for request, _ in sync),
+            sync_blocks=tuple(block for _, blocks in sync for block in blocks),
+            owed_sends=owed,
+            finished=finished,
+            idle=idle,
+        )
+
+    # -- pins -----------------------------------------------------------------------------------------------
+
+    def _fence(self) -> dict[ChildIndex, StepId]:
+        return {c.index: c.planned for c in self.children if c.hosted}
+
+    def _grow_pins(self, output: SchedulerOutput) -> None:
+        if not any(child.hosted and child.saves for child in self.children):
+            return
+        for new in output.scheduled_new_reqs:
+            self._pin_all(RequestId(new.req_id), new.block_ids)
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is None:
+                continue
+            request_id = RequestId(req_id)
+            if req_id in cached.resumed_req_ids:
+                self._pin_all(request_id, block_ids)
+            elif self._pins.is_open(request_id):
+                self._pin(request_id, block_ids)
+
+    def _pin_all(self, request: RequestId, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request starts with these blocks; an older set of it is of before a preemption."""
+        self._pins.close(request, self._fence())
+        self._pin(request, block_ids)
+
+    def _pin(self, request: RequestId, block_ids: Sequence[Sequence[int]]) -> None:
+        for group, ids in enumerate(block_ids):
+            self._pool.touch(self._pins.grow(request, group, vllm_compat.pool_blocks(self._pool, ids)))
+
+    def _close_preempted(self) -> None:
+        for request_id in self._pins.open_requests():
+            request = self._requests.get(request_id)
+            if request is not None and vllm_compat.is_status(request, "PREEMPTED"):
+                self._pins.close(request_id, self._fence())
+
+    def _trim(self, output: SchedulerOutput) -> None:
+        for request_id in output.num_scheduled_tokens:
+            for group in self._windowed:
+                self._pins.trim(RequestId(request_id), group, self._fence())
+
+    def _release_pins(self) -> None:
+        freed = self._pins.release({c.index: c.completed for c in self.children if c.hosted})
+        if freed:
+            self._pool.free_blocks(freed)
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        assert meta is None or isinstance(meta, RayMultiWorkerMeta)
+        heard = self._ledger.echoed({RequestId(r) for r in output.finished_recving or ()})
+        self._accept_rebuilt()
+        events = [*self._early_events, *(meta.events if meta else ())]
+        self._early_events = []
+        for event in events:
+            if event.kind is EventKind.DOWN:
+                self._child_down(event)
+            self._sync_failed |= event.kind is EventKind.SYNC_FAILED
+        settled = self._ledger.apply(events)
+        self._echo |= settled.echo
+        for request, index in settled.sends:
+            self._pins.send_settled(request, index)
+        if meta is not None:
+            for (index, rank), step in meta.done.items():
+                done = self.children[index].done
+                done[rank] = max(done[rank], step)
+        self._counters.update(meta, events, settled)
+        self._release_pins()
+        self._tell_children(output, meta, settled, heard)
+        # vLLM reads these right after this call: exactly the loads that it waits for, never a send.
+        output.finished_recving = (settled.tell | heard) or None
+        output.finished_sending = None
+        output.kv_connector_stats = None
+        output.kv_cache_events = None
+
+    def _child_down(self, event: ChildEvent) -> None:
+        child = self.children[event.child]
+        if child.hosted and event.incarnation == child.incarnations[event.rank]:
+            child.mark_down()
+
+    def _tell_children(
+        self, output: KVConnectorOutput, meta: RayMultiWorkerMeta | None, settled: Settled, heard: set[RequestId]
+    ) -> None:
+        """Each child hears of its own completions, statistics and metadata only, as if it were alone."""
+        for part in meta.kv_events if meta else ():
+            self._event_joins[part.child].add(part)
+        for child in self.children:
+            mine = meta.outputs.get(child.index) if meta else None
+            # An inline child's ranks all report a step in that step.
+            events = self._event_joins[child.index].take(child.completed if child.hosted else self._step)
+            sends = {request for request, index in settled.sends if index == child.index}
+            received = {request for request, index in settled.ended if index == child.index}
+            if not (mine or events or sends or received or (meta and not child.hosted)):
+                continue
+            alone = copy.copy(output)
+            alone.finished_sending, alone.finished_recving = set(sends), set(received)
+            alone.kv_connector_worker_meta = mine.worker_meta if mine else None
+            alone.kv_cache_events = events
+            alone.kv_connector_stats = mine.stats if mine else None
+            with self._params.of_all(child.index):
+                child.call("update_connector_output", lambda c, o=alone: c.update_connector_output(o), None)  # type: ignore[misc]
+
+    def _accept_rebuilt(self) -> None:
+        for child in self.children:
+            if child.has_offer:
+                old = child.accept()
+                assert old is not None
+                if child.index in self._loads or child.index in self._sync_loads:
+                    self._doubtful.add(child.index)  # planned with the old object, this very step
+                # Their death was confirmed before the new ones started; its reports may still be on the way.
+                self._early_events += [
+                    ChildEvent(EventKind.DOWN, child.index, Rank(rank), incarnation, detail=REPLACED)
+                    for rank, incarnation in enumerate(old)
+                ]
+                logger.info("child %s is up again", child.name)
+
+    # -- the end of a request -------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict | None:
+        """Returns the merged `kv_transfer_params`. vLLM may always free now: the pins hold what is needed."""
+        request_id = RequestId(request.request_id)
+        returned: list[tuple[str, dict | None]] = []
+        owed = []
+        for child in self.children:
+            if request_id not in child.known:
+                continue
+            with self._params.of(child.index, request):
+                nothing: tuple[bool, dict | None] = (False, None)
+                delay, params = child.call("request_finished", lambda c: _finish(c, request, block_ids), nothing)
+            returned.append((child.name, params))
+            if delay or child.index in self._partial_tails.get(request_id, ()):
+                owed.append(child)
+        now = time.monotonic()
+        opened = [c for c in owed if self._ledger.open_send(request_id, c.index, c.incarnations, now)]
+        for child in opened:
+            self._owed.setdefault(child.index, []).append(request_id)
+        self._ledger.request_ended(request_id)
+        self._ledger.forget_early(request_id, [c.index for c in self.children])
+        if opened and not self._pins.is_open(request_id):
+            self._pin(request_id, block_ids)
+        self._partial_tails.pop(request_id, None)
+        self._pins.close(request_id, self._fence(), [c.index for c in opened])
+        self._lookups.forget(request_id)
+        self._chosen_computed.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        self._counters.ended(request_id)
+        self._params.end(request)
+        return merge_returned(returned)
+
+    def finished_partial_tail(
+        self, request: Request, block_ids: tuple[list[int], ...], offloads: list[tuple[int, int, int]]
+    ) -> None:
+        """Called just before `request_finished`: a child that takes the sources owes a send for them."""
+        request_id = RequestId(request.request_id)
+        for child in self.children:
+            if request_id in child.known and child.call(
+                "register_finished_partial_tail",
+                lambda c: c.register_finished_partial_tail(request, block_ids, offloads),
+                False,
+            ):
+                self._partial_tails.setdefault(request_id, set()).add(child.index)
+        if request_id in self._partial_tails:
+            if not self._pins.is_open(request_id):
+                self._pin(request_id, block_ids)
+            for group, block_id, _ in offloads:
+                self._pool.touch(self._pins.grow(request_id, group, vllm_compat.pool_blocks(self._pool, [block_id])))
+
+    # -- questions of the engine ----------------------------------------------------------------------------
+
+    def has_pending_block_frees(self) -> bool:
+        return self._pins.frees_soon()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests must keep stepping, for RayKV or for a child."""
+        if self._pins.closing or self._ledger.unsettled or self._echo or self._early_events or self._owed:
+            return True
+        return any(
+            child.has_offer or child.call("has_pending_push_work", lambda c: c.has_pending_push_work(), False)
+            for child in self.children
+        )
+
+    def take_events(self) -> Iterable[Any]:
+        for child in self.children:
+            none: list[Any] = []
+            events = child.call("take_events", lambda c: list(c.take_events()), none)
+            yield from (tagged(event, child.name) for event in events)
+
+    def take_stats(self) -> RayMultiStats | None:
+        for child in self.children:
+            stats = child.call("get_kv_connector_stats", lambda c: c.get_kv_connector_stats(), None)
+            if stats is not None and not stats.is_empty():
+                self._counters.add_child_stats(child, stats)
+        return self._counters.take(self._ledger, self._lookups)
+
+    def reset_cache(self) -> bool:
+        return all([c.call("reset_cache", lambda k: k.reset_cache(), None) is not False for c in self.children])
+
+    def shutdown(self) -> None:
+        for child in self.children:
+            with contextlib.suppress(Exception):
+                child.shutdown()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless ledger and pins are consistent."""
+        self._ledger.check_integrity()
+        self._pins.check_integrity()
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing owed and nothing pinned."""
+        return not (self._pins.pinned() or self._ledger.unsettled)
+
+
+def _finish(connector: Any, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
+    """A child without HMA support is only allowed where there is one group."""
+    if supports_hma(connector):
+        return connector.request_finished_all_groups(request, block_ids)
+    return connector.request_finished(request, block_ids[0])
+
+
+def _why_no_sync_loads(vllm_config: Any, kv_cache_config: Any, config: MultiConfig, child: ChildConfig) -> str | None:
+    """Why a synchronous load of this child could not fail safely on this engine, if so."""
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return (
+            "the model has several KV cache groups, where vLLM can't take a failed synchronous load "
+            "(use a child that loads asynchronously)"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "asynchronous scheduling overlaps steps, and the step after a failed synchronous load would go on with "
+            "garbage (start vLLM with --no-async-scheduling)"
+        )
+    if vllm_config.max_concurrent_batches > 1:
+        return (
+            "pipeline parallelism overlaps steps, and the step after a failed synchronous load would go on with "
+            "garbage (use tensor parallelism)"
+        )
+    if vllm_config.parallel_config.world_size > 1:
+        for other in config.children:
+            if other.index != child.index and other.options.run is RunMode.INLINE and other.saves:
+                return (
+                    f"child {other.name} saves inside vLLM's workers, where a rank saves before it can know that the "
+                    f"load failed on another one (run {other.name} in an actor)"
+                )
+    return None
+
+
+def sync_refusal(vllm_config: Any, kv_cache_config: Any, config: MultiConfig, child: ChildConfig) -> str | None:
+    """The start-up error for a child known to load synchronously where that can't be made safe."""
+    why = _why_no_sync_loads(vllm_config, kv_cache_config, config, child)
+    return f"child {child.name} ({child.connector}) loads synchronously, but {why}" if why else None

@@ -1,0 +1,242 @@
+"""Everything between a config and a running connector: checks first, then the two halves, then recovery.
+
+A check raises ConfigError with one paragraph that names the thing, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+
+from raykv.actors import cluster
+from raykv.actors.host_watch import RayHostWatch
+from raykv.config import ChildConfig, MultiConfig, RunMode, known_synchronous, parse
+from raykv.connector import vllm_compat
+from raykv.connector.inline_child import InlineChild
+from raykv.connector.metadata import RayMultiHandshake
+from raykv.connector.scheduler_child import SchedulerChild
+from raykv.connector.scheduler_half import sync_refusal
+from raykv.connector.supervisor import Supervisor
+from raykv.connector.worker_half import WorkerHalf
+from raykv.connector.worker_setup import HostedChild, incarnation_engine_id
+from raykv.errors import ConfigError
+from raykv.types import Incarnation, Rank
+
+logger = logging.getLogger("raykv")
+
+
+# -- checks -------------------------------------------------------------------------------------------------
+
+
+def checked_config(vllm_config: VllmConfig, kv_cache_config: Any) -> MultiConfig:
+    """The parsed config, after every check that needs no Ray. Raises ConfigError."""
+    share_vllms_log()
+    vllm_compat.check_version()
+    config = parse(vllm_config.kv_transfer_config)
+    classes = {child.index: vllm_compat.connector_class(child) for child in config.children}
+    _check_pd(config)
+    required_layout(vllm_config)
+    groups = len(kv_cache_config.kv_cache_groups)
+    for child in config.children:
+        if groups > 1 and not supports_hma(classes[child.index]):
+            raise ConfigError(
+                f"Child {child.name} ({child.connector}) does not support vLLM's hybrid KV cache manager, and this "
+                f"model has {groups} KV cache groups. Start vLLM with --disable-hybrid-kv-cache-manager, or take the "
+                "child out."
+            )
+        if known_synchronous(child) and child.options.load:
+            refusal = sync_refusal(vllm_config, kv_cache_config, config, child)
+            if refusal is not None:
+                raise ConfigError(f'{refusal[0].upper()}{refusal[1:]}, or give the child "raykv": {{"load": false}}.')
+    hosted_saver = any(c.options.run is RunMode.ACTOR and c.role != "kv_consumer" for c in config.children)
+    if hosted_saver and vllm_compat.has_mamba(kv_cache_config) and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "Speculative decoding of a model with Mamba layers moves blocks that must have one owner, so RayKV can't "
+            'pin them for a child in an actor. Give each child "raykv": {"run": "inline"}, or start vLLM without '
+            "speculative decoding."
+        )
+    if vllm_config.parallel_config.world_size > 1:
+        for child in config.children:
+            if known_synchronous(child):
+                logger.warning(
+                    "child %s (%s) puts no rank into its file names: with %d workers they overwrite each other's files.",
+                    child.name,
+                    child.connector,
+                    vllm_config.parallel_config.world_size,
+                )
+    return config
+
+
+def _check_pd(config: MultiConfig) -> None:
+    found = [child for child in config.children if child.connector in vllm_compat.PD_CONNECTORS]
+    if len(found) > 1:
+        names = " and ".join(f"{child.name} ({child.connector})" for child in found)
+        raise ConfigError(
+            f"The children {names} each return `remote_engine_id` in kv_transfer_params, so the peer could not tell "
+            "whose transfer to take. Keep one P/D connector per engine."
+        )
+
+
+def required_layout(vllm_config: VllmConfig) -> str | None:
+    """The KV cache layout that the children agree on. Raises ConfigError when two want different ones."""
+    wanted: dict[str, list[str]] = {}
+    for child in parse(vllm_config.kv_transfer_config).children:
+        cls: Any = vllm_compat.connector_class(child)
+        layout = cls.get_required_kvcache_layout(vllm_compat.child_vllm_config(vllm_config, child))
+        if layout is not None:
+            wanted.setdefault(layout, []).append(f"{child.name} ({child.connector})")
+    if len(wanted) > 1:
+        text = ", ".join(f"{layout} for {' and '.join(names)}" for layout, names in wanted.items())
+        raise ConfigError(
+            f"The children require different KV cache layouts: {text}. The engine has one; run these children in "
+            "engines of their own, or take one out."
+        )
+    return next(iter(wanted), None)
+
+
+def any_inline_needs_piecewise(extra_config: Mapping[str, Any]) -> bool:
+    """Whether an inline child works layer by layer inside the forward pass."""
+    config = parse(
+        {"kv_connector": "RayMultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": dict(extra_config)}
+    )
+    found = False
+    for child in config.children:
+        cls: Any = vllm_compat.connector_class(child)
+        if child.options.run is RunMode.INLINE and cls.requires_piecewise_for_cudagraph(dict(child.extra)):
+            found = True
+    return found
+
+
+def child_classes(kv_transfer_config: Any) -> dict[str, type]:
+    """By child name: its connector class."""
+    return {str(c.name): vllm_compat.connector_class(c) for c in parse(kv_transfer_config).children}
+
+
+def ask(child: SchedulerChild, name: str) -> bool:
+    """A yes-or-no property of a child's scheduler half; False while it is down."""
+    return bool(child.call(name, lambda c: getattr(c, name), False))
+
+
+# -- the halves ---------------------------------------------------------------------------------------------
+
+
+def share_vllms_log() -> None:
+    """RayKV's messages go where vLLM's go: its logger has vLLM's handlers, unless somebody gave it its own."""
+    vllms = logging.getLogger("vllm")
+    if not logger.handlers and vllms.handlers:
+        logger.handlers = list(vllms.handlers)
+        logger.setLevel(vllms.level)
+        logger.propagate = False
+
+
+def engine_id(vllm_config: VllmConfig) -> str:
+    """The engine's id, the same in EngineCore and in every worker."""
+    assert vllm_config.kv_transfer_config is not None and vllm_config.kv_transfer_config.engine_id is not None
+    return vllm_config.kv_transfer_config.engine_id
+
+
+def _make(child: ChildConfig, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+    cls: Any = vllm_compat.connector_class(child)
+    return cls(vllm_compat.child_vllm_config(vllm_config, child), role, kv_cache_config)
+
+
+def scheduler_children(config: MultiConfig, vllm_config: VllmConfig, kv_cache_config: Any) -> list[SchedulerChild]:
+    """The children's scheduler halves. What one raises is passed on with its name: the engine does not start."""
+    children: list[SchedulerChild] = []
+    for child in config.children:
+        try:
+            connector = _make(child, vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        except Exception as error:
+            for made in children:
+                made.shutdown()
+            raise ConfigError(
+                f"The child {child.name} ({child.connector}) could not be made. It said: {type(error).__name__}: {error}"
+            ) from error
+        children.append(SchedulerChild(child, connector, vllm_config.parallel_config.world_size))
+    return children
+
+
+def worker_half(config: MultiConfig, vllm_config: VllmConfig, kv_cache_config: Any) -> WorkerHalf:
+    """The worker half, with the hosts' processes already starting. Raises ClusterError or ConfigError."""
+    rank = Rank(vllm_compat.global_rank(vllm_config))
+    hosted_configs = [c for c in config.children if c.options.run is RunMode.ACTOR]
+    if hosted_configs:
+        info = cluster.connect(config.ray_address, namespace=config.namespace)
+        logger.info("RayKV joined the Ray cluster at %s (node %s)", info.address, info.node_id[:8])
+        for lacking in cluster.check_head_loss_settings():
+            logger.warning("this engine may not survive the loss of Ray's head: %s is missing", lacking)
+    hosted = [
+        HostedChild(c, rank, vllm_config, kv_cache_config, config.namespace, engine_id(vllm_config))
+        for c in hosted_configs
+    ]
+    inline = [
+        InlineChild(c.index, rank, _make(c, vllm_config, KVConnectorRole.WORKER, kv_cache_config), c.saves)
+        for c in config.children
+        if c.options.run is RunMode.INLINE
+    ]
+    return WorkerHalf(rank, hosted, inline, vllm_config.parallel_config.world_size)
+
+
+def handshake(worker: WorkerHalf) -> RayMultiHandshake | None:
+    """This rank's handshake metadata of all children; None if no child has any."""
+    found = worker.handshakes()
+    return RayMultiHandshake(worker.rank, found) if found else None
+
+
+# -- recovery -----------------------------------------------------------------------------------------------
+
+
+class Recovery:
+    """Passes handshake metadata to the children, at start-up and again after a rebuild."""
+
+    def __init__(
+        self, config: MultiConfig, children: list[SchedulerChild], vllm_config: VllmConfig, kv_cache_config: Any
+    ) -> None:
+        self._children = children
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._keys: dict[Rank, tuple[int, int]] = {}
+        self._manager: Any = None
+        num_ranks = vllm_config.parallel_config.world_size
+        watch = RayHostWatch(config.ray_address, config.namespace, engine_id(vllm_config))
+        self._supervisor = Supervisor(children, num_ranks, watch, self._rebuild)
+        # Ranks without handshake metadata have no key of vLLM's; TP alone is the common case.
+        self._default_keys = {Rank(rank): (0, rank) for rank in range(num_ranks)}
+
+    def start(self, kv_cache_manager: Any) -> None:
+        self._manager = kv_cache_manager
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        self._supervisor.stop()
+
+    def handshakes_arrived(self, metadata: Mapping[tuple[int, int], RayMultiHandshake]) -> None:
+        """Every child gets its own, of every rank that has some."""
+        self._keys = {found.rank: key for key, found in metadata.items()}
+        for child in self._children:
+            mine = {
+                key: found.children[child.index] for key, found in metadata.items() if child.index in found.children
+            }
+            if mine:
+                self._tell(child, mine)
+
+    @staticmethod
+    def _tell(child: SchedulerChild, metadata: dict[tuple[int, int], Any]) -> None:
+        child.call("set_xfer_handshake_metadata", lambda c: c.set_xfer_handshake_metadata_pp_aware(metadata), None)
+
+    def _rebuild(self, child: SchedulerChild, incarnation: Incarnation, handshakes: Mapping[Rank, Any]) -> Any:
+        own_id = child.config.engine_id or engine_id(self._vllm_config)
+        config = vllm_compat.child_vllm_config(
+            self._vllm_config, child.config, incarnation_engine_id(own_id, incarnation)
+        )
+        cls: Any = vllm_compat.connector_class(child.config)
+        connector: KVConnectorBase_V1 = cls(config, KVConnectorRole.SCHEDULER, self._kv_cache_config)
+        connector.bind_kv_cache_manager(self._manager)
+        if handshakes:
+            keys = {**self._default_keys, **self._keys}
+            connector.set_xfer_handshake_metadata_pp_aware({keys[rank]: found for rank, found in handshakes.items()})
+        return connector

@@ -1,0 +1,103 @@
+"""`kv_transfer_params`, kept apart by child.
+
+Connectors edit a request's parameters in place (NIXL sets `do_remote_prefill` to False when it has taken
+them), so each child works on a copy of its own. What a child returns at a request's end goes back under its
+plain keys; if two children return the same key, the first one keeps it and the others' stand under
+`raykv.<child>`, where this class finds them again when the parameters come back with another request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from raykv.connector import vllm_compat
+from raykv.messages import ChildIndex
+from raykv.types import RequestId
+
+logger = logging.getLogger("raykv")
+OWN_KEY = "raykv"
+
+
+class ChildParams:
+    """The parameters of the living requests that have any."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._requests: dict[RequestId, Any] = {}
+        self._params: dict[RequestId, list[dict[str, Any]]] = {}
+        self._ended: list[RequestId] = []
+
+    def add(self, request: Any) -> None:
+        """A request arrived: make each child its copy."""
+        params = request.kv_transfer_params
+        if params is None:
+            return
+        request_id = RequestId(request.request_id)
+        shared = {key: value for key, value in params.items() if key != OWN_KEY}
+        own = params.get(OWN_KEY) or {}
+        copies = []
+        for name in self._names:
+            mine = own.get(name) if isinstance(own, dict) else None
+            copies.append(copy.deepcopy(shared) | copy.deepcopy(mine if isinstance(mine, dict) else {}))
+        self._requests[request_id] = request
+        self._params[request_id] = copies
+
+    @contextlib.contextmanager
+    def of(self, child: ChildIndex, request: Any) -> Iterator[None]:
+        """While a child is called about this request."""
+        params = self._params.get(request.request_id)
+        if params is None:
+            yield
+        else:
+            with vllm_compat.params_of(request, params[child]):
+                yield
+
+    @contextlib.contextmanager
+    def of_all(self, child: ChildIndex) -> Iterator[None]:
+        """While a child is called about any of its requests."""
+        with contextlib.ExitStack() as stack:
+            for request_id, request in self._requests.items():
+                stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
+            yield
+
+    def end(self, request: Any) -> None:
+        """The request ended; children may still look at it in the step that tells the workers."""
+        if request.request_id in self._params:
+            self._ended.append(request.request_id)
+
+    def forget_ended(self) -> None:
+        """A step was planned."""
+        for request_id in self._ended:
+            self._params.pop(request_id, None)
+            self._requests.pop(request_id, None)
+        self._ended = []
+
+
+def merge_returned(returned: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any] | None:
+    """One dict of what the children returned: `{x}` and `{y}` give `{x, y}`; a clash never ends the engine."""
+    merged: dict[str, Any] = {}
+    apart: dict[str, dict[str, Any]] = {}
+    given = False
+    for name, params in returned:
+        if params is None:
+            continue
+        given = True
+        clashes = [key for key in params if key in merged and merged[key] != params[key]]
+        if clashes:
+            logger.warning(
+                "child %s returned kv_transfer_params %s, which an earlier child had set; they are kept under %s.%s",
+                name,
+                clashes,
+                OWN_KEY,
+                name,
+            )
+            apart[name] = params
+            params = {key: value for key, value in params.items() if key not in clashes}
+        merged.update(params)
+    if apart:
+        merged[OWN_KEY] = {**merged.get(OWN_KEY, {}), **apart}
+    return merged if given else None

@@ -1,0 +1,255 @@
+"""What RayKV needs of vLLM beyond its public connector API, with the version it was read from (0.32.0).
+
+Everything here is a fact about code that may change without notice: each function says which one. RayKV
+supports vLLM 0.32 and 0.33; `check_version` warns about others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import vllm
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from raykv.config import ChildConfig, unknown_connector
+from raykv.errors import UnknownConnectorError
+
+logger = logging.getLogger("raykv")
+
+TESTED_VERSIONS = ("0.32", "0.33")
+
+IDLE_WHEN_EMPTY = frozenset({"ExampleConnector", "LMCacheMPConnector", "NixlConnector", "NixlPullConnector"})
+"""Connectors whose worker half does nothing in a step whose metadata is the default-made one, so that the
+step needs no call. (NixlPush polls its own peers, so its steps are always sent.)"""
+
+LOADS_IN_THE_HOOK = frozenset({"ExampleConnector"})
+"""Connectors whose loads and saves end inside their hook, with no thread behind: an exception settles them."""
+
+PD_CONNECTORS = frozenset(
+    {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector"}
+)
+"""Connectors that return the same `kv_transfer_params` keys (`remote_engine_id`): one of them per engine."""
+
+
+def check_version() -> None:
+    """Warn when this vLLM is not one that RayKV's tests ran on."""
+    if not vllm.__version__.startswith(TESTED_VERSIONS):
+        logger.warning("RayKV is tested with vLLM %s; this is %s.", " and ".join(TESTED_VERSIONS), vllm.__version__)
+
+
+def connector_class(child: ChildConfig) -> type:
+    """The class of a child, by vLLM's registry or the child's module path. Raises ConfigError."""
+    try:
+        return KVConnectorFactory.get_connector_class(KVTransferConfig(**child.kv_transfer_kwargs()))
+    except ValueError as error:
+        if "Unsupported connector type" in str(error):
+            # 0.32: the registry is a private dict of the factory.
+            raise unknown_connector(child.connector, list(KVConnectorFactory._registry)) from error
+        raise
+    except (ImportError, AttributeError) as error:
+        raise UnknownConnectorError(
+            f"The class {child.connector} of child {child.name} can't be loaded from "
+            f"{child.module_path or 'vLLM'}: {error}. Check kv_connector_module_path and the class name, and that what "
+            "the module imports is installed."
+        ) from error
+
+
+def child_vllm_config(vllm_config: VllmConfig, child: ChildConfig, engine_id: str | None = None) -> VllmConfig:
+    """A copy of the engine's config as the child alone would see it, under `engine_id` if given."""
+    kwargs = dict(child.kv_transfer_kwargs())
+    assert vllm_config.kv_transfer_config is not None
+    kwargs["engine_id"] = engine_id or kwargs.get("engine_id") or vllm_config.kv_transfer_config.engine_id
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = KVTransferConfig(**kwargs)
+    return config
+
+
+def portable_vllm_config(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy without the model: `compilation_config.static_forward_context` holds the layers (0.32)."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    for name in ("static_all_moe_layers",):
+        if hasattr(config.compilation_config, name):
+            setattr(config.compilation_config, name, [])
+    return config
+
+
+def attention_backends(vllm_config: VllmConfig) -> dict[str, str]:
+    """By layer: the import path of its attention backend, read from the model's layers in the worker (0.32)."""
+    paths = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if hasattr(layer, "get_attn_backend"):
+            backend = layer.get_attn_backend()
+            paths[name] = f"{backend.__module__}:{backend.__qualname__}"
+    return paths
+
+
+def filtered_output(output: Any, known: Any) -> Any:
+    """`SchedulerOutput` with only the requests that `known(request_id)` accepts (fields as of 0.32).
+
+    A child that was rebuilt while requests were running has never heard of those.
+    """
+    cached = output.scheduled_cached_reqs
+    keep = [i for i, req_id in enumerate(cached.req_ids) if known(req_id)]
+    if (
+        len(keep) == len(cached.req_ids)
+        and all(known(r.req_id) for r in output.scheduled_new_reqs)
+        and all(known(req_id) for req_id in output.finished_req_ids)
+    ):
+        return output
+    parallel = {
+        field.name: [getattr(cached, field.name)[i] for i in keep]
+        for field in dataclasses.fields(cached)
+        if isinstance(getattr(cached, field.name), list) and len(getattr(cached, field.name)) == len(cached.req_ids)
+    }
+    tokens = {req_id: n for req_id, n in output.num_scheduled_tokens.items() if known(req_id)}
+    return dataclasses.replace(
+        output,
+        scheduled_new_reqs=[r for r in output.scheduled_new_reqs if known(r.req_id)],
+        scheduled_cached_reqs=dataclasses.replace(
+            cached, resumed_req_ids={r for r in cached.resumed_req_ids if known(r)}, **parallel
+        ),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        finished_req_ids={r for r in output.finished_req_ids if known(r)},
+    )
+
+
+def pool_blocks(block_pool: Any, block_ids: Sequence[int]) -> list[Any]:
+    """The pool's block objects; null blocks are left out, they have no owner (`BlockPool.blocks`, 0.32)."""
+    blocks = block_pool.blocks
+    return [block for block in (blocks[i] for i in block_ids) if not block.is_null]
+
+
+def windowed_groups(kv_cache_config: Any) -> frozenset[int]:
+    """KV groups whose requests give blocks back while they run: all but full attention (class names, 0.32)."""
+    return frozenset(
+        i
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        if type(group.kv_cache_spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec")
+    )
+
+
+def has_mamba(kv_cache_config: Any) -> bool:
+    """Whether the model keeps Mamba states in its KV cache (class names, 0.32)."""
+    return any("Mamba" in type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups)
+
+
+def saved_tokens(metadata: Any, block_size: int) -> int:
+    """Prompt tokens whose save this metadata orders, for the connectors whose metadata says so; else 0."""
+    total = 0
+    for request in getattr(metadata, "requests", ()) or ():
+        if getattr(request, "is_store", False):  # ExampleConnector
+            total += len(request.token_ids)
+        elif getattr(request, "direction", None) == "STORE":  # LMCacheMPConnector
+            op = request.op
+            total += max(0, getattr(op, "end", 0) - getattr(op, "start", 0))
+    return total
+
+
+def is_status(request: Any, name: str) -> bool:
+    """`request.status` compared by name, so that pure code need not import vLLM's enum."""
+    return request.status.name == name
+
+
+@contextlib.contextmanager
+def params_of(request: Any, params: dict[str, Any] | None) -> Iterator[None]:
+    """Swap a request's `kv_transfer_params` while a child is called, so that it sees its own copy."""
+    original = request.kv_transfer_params
+    request.kv_transfer_params = params
+    try:
+        yield
+    finally:
+        request.kv_transfer_params = original
+
+
+def parallel_ranks() -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """By group name: this process's rank in it and the group's ranks (`parallel_state` globals, 0.32)."""
+    from vllm.distributed import parallel_state
+
+    found = {}
+    for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP", "_ETP"):
+        group = getattr(parallel_state, name, None)
+        if group is not None:
+            found[name] = (group.rank_in_group, tuple(group.ranks))
+    return found
+
+
+def settles_in_hook(child: ChildConfig) -> bool:
+    """Whether an exception in a data hook of this child leaves nothing running behind it."""
+    return child.connector in LOADS_IN_THE_HOOK and child.module_path is None
+
+
+def mla_layers(kv_cache_config: Any) -> frozenset[str]:
+    """The layers whose KV cache is that of multi-head latent attention (`MLAAttentionSpec`, 0.32)."""
+    return frozenset(
+        name
+        for group in kv_cache_config.kv_cache_groups
+        if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
+        for name in group.layer_names
+    )
+
+
+def copy_kv_blocks() -> Any:
+    """The copy operation that vLLM's model runner gives to connectors with a host buffer (0.32)."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+
+    return copy_kv_blocks
+
+
+def remove_half_saved(child: ChildConfig, metas: Sequence[Any]) -> int:
+    """After a kill: delete what an ExampleConnector was writing; returns the folders removed.
+
+    Its hit test is "the folder exists", so a folder that a killed process left half written would be loaded
+    as if it were whole (`_generate_foldername_debug`, 0.32).
+    """
+    if not settles_in_hook(child):
+        return 0
+    import os
+    import shutil
+    from types import SimpleNamespace
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    place: Any = SimpleNamespace(_storage_path=child.extra.get("shared_storage_path", "/tmp"))
+    removed = 0
+    for meta in metas:
+        for request in meta.requests:
+            if not request.is_store:
+                continue
+            folder = ExampleConnector._generate_foldername_debug(place, request.token_ids, request.mm_hashes)
+            if os.path.isdir(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed += 1
+    return removed
+
+
+def device_type() -> str:
+    """'cuda', 'cpu', ... of the platform that vLLM chose."""
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type
+
+
+def global_rank(vllm_config: VllmConfig) -> int:
+    """This worker's rank among the engine's workers, 0 to world_size - 1 (`parallel_config.rank`, 0.32)."""
+    from vllm.distributed import parallel_state
+
+    world = getattr(parallel_state, "_WORLD", None)
+    size = vllm_config.parallel_config.world_size
+    return world.rank % size if world is not None else vllm_config.parallel_config.rank % size
+
+
+def no_sleep_mode() -> NotImplementedError:
+    """The answer to vLLM 0.33's sleep hooks."""
+    return NotImplementedError(
+        "vLLM's sleep mode gives the KV cache's memory away while RayKV's hosts still map it. Start vLLM without "
+        "--enable-sleep-mode, or run every child inline."
+    )

@@ -1,0 +1,1 @@
+"""What decides: pure state machines, no Ray, no vLLM, no torch."""

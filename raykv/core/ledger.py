@@ -1,0 +1,294 @@
+"""The ledger of owed completions: what each child owes for each request, on each rank.
+
+The theory. A *load* is opened when vLLM allocates blocks for tokens that a child promised, and vLLM then holds
+the request until it hears `finished_recving` for it, exactly once. A *send* is opened when a request ends and
+a child says that it still reads the blocks. Each is owed by every rank, and each rank settles its share by a
+report of the current attempt and incarnation, or by the confirmed death of the process that held it:
+
+    load:   OPEN --each rank settled, all well--------> TELL  (finished_recving)      --> gone
+            OPEN --each rank settled, one failed------> ECHO  (failed_recving)        --> gone when echoed
+            OPEN --..., the request was aborted-------> TELL  (vLLM keeps the blocks until then)
+    send:   OPEN --each rank settled------------------> gone, its pins are given back
+
+Failures go by echo because vLLM reads `failed_recving` before it calls the connector: the scheduler half asks
+all ranks, in the next step's metadata, to report the request as failed and as finished in one output.
+What matches no open entry is counted by reason and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from raykv.errors import IntegrityError
+from raykv.messages import NO_ATTEMPT, ChildEvent, ChildIndex, EventKind
+from raykv.types import Attempt, Incarnation, Rank, RequestId
+
+
+class LoadState(enum.Enum):
+    """Of a load that vLLM waits for: some rank is still to report, or it failed and waits for its echo."""
+
+    OPEN = "open"
+    ECHO = "echo"
+
+
+class Drop(enum.Enum):
+    """Why a report was dropped."""
+
+    UNKNOWN = "unknown"  # nothing of the kind is owed: a duplicate, a phantom, or the loser of a load
+    LATE = "late"  # of an older attempt or incarnation
+
+
+@dataclass(slots=True)
+class Load:
+    """An asynchronous load that vLLM holds its request for. `waiting`: the ranks that have not settled it."""
+
+    child: ChildIndex
+    attempt: Attempt
+    waiting: set[Rank]
+    state: LoadState = LoadState.OPEN
+    failed: bool = False
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Send:
+    """What a child still reads for an ended request. `incarnations`, by rank: the hosts that read."""
+
+    incarnations: tuple[Incarnation, ...]
+    waiting: set[Rank]
+    opened_at: float
+
+
+@dataclass(slots=True)
+class Settled:
+    """What the caller must do after an event."""
+
+    tell: set[RequestId] = field(default_factory=set)  # give vLLM finished_recving for these, now
+    echo: set[RequestId] = field(default_factory=set)  # ask the ranks to report these as failed
+    sends: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # give back the pins of these
+    loaded: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # loads that ended well
+    ended: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # all loads that ended
+
+
+class Ledger:
+    """One engine's ledger, over all ranks. One thread: the scheduler's."""
+
+    def __init__(self, num_children: int, num_ranks: int) -> None:
+        self._ranks = frozenset(Rank(r) for r in range(num_ranks))
+        self._loads: dict[RequestId, Load] = {}
+        self._sends: dict[tuple[RequestId, ChildIndex], list[Send]] = {}
+        self._early: Counter[tuple[RequestId, ChildIndex, Rank]] = Counter()
+        self._attempts: dict[RequestId, Attempt] = {}
+        self._failed_on: dict[RequestId, set[ChildIndex]] = {}
+        self._alive: set[RequestId] = set()
+        self._loading: Counter[ChildIndex] = Counter()
+        self.dropped: Counter[tuple[ChildIndex, Drop]] = Counter()
+        self.failures: Counter[ChildIndex] = Counter()
+
+    # -- a request's life -----------------------------------------------------------------------------------
+
+    def request_arrived(self, request: RequestId) -> None:
+        self._alive.add(request)
+
+    def request_ended(self, request: RequestId) -> None:
+        """The request finished or was aborted. Its open load, if any, is now owed to vLLM as a plain end."""
+        self._alive.discard(request)
+        self._attempts.pop(request, None)
+        self._failed_on.pop(request, None)
+        load = self._loads.get(request)
+        if load is not None:
+            load.aborted = True
+
+    def may_load(self, request: RequestId, child: ChildIndex) -> bool:
+        """False once a load of this request from this child has failed: so it can't loop."""
+        return child not in self._failed_on.get(request, ())
+
+    # -- opening --------------------------------------------------------------------------------------------
+
+    def open_load(self, request: RequestId, child: ChildIndex) -> Attempt:
+        """An asynchronous load begins. Raises IntegrityError if the request already has one."""
+        if request in self._loads:
+            raise IntegrityError(f"request {request} already has a load in flight")
+        attempt = Attempt(self._attempts.get(request, NO_ATTEMPT) + 1)
+        self._attempts[request] = attempt
+        self._loads[request] = Load(child, attempt, set(self._ranks))
+        self._loading[child] += 1
+        return attempt
+
+    def open_send(
+        self, request: RequestId, child: ChildIndex, incarnations: tuple[Incarnation, ...], now: float
+    ) -> bool:
+        """The child reads the ended request's blocks until it reports. False if it already has, everywhere."""
+        waiting = set()
+        for rank in self._ranks:
+            key = (request, child, rank)
+            if self._early[key] > 0:
+                self._early[key] -= 1
+            else:
+                waiting.add(rank)
+        self._forget_early(request, child)
+        if not waiting:
+            return False
+        self._sends.setdefault((request, child), []).append(Send(incarnations, waiting, now))
+        return True
+
+    def forget_early(self, request: RequestId, children: Sequence[ChildIndex]) -> None:
+        """The request ended and these children owe nothing for it."""
+        for child in children:
+            self._forget_early(request, child)
+
+    def _forget_early(self, request: RequestId, child: ChildIndex) -> None:
+        for rank in self._ranks:
+            self._early.pop((request, child, rank), None)
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def apply(self, events: Sequence[ChildEvent]) -> Settled:
+        """Take the reports of one step. Reports of one step may come in any order."""
+        settled = Settled()
+        for event in events:
+            _HANDLERS[event.kind](self, event, settled)
+        return settled
+
+    def _recv(self, event: ChildEvent, settled: Settled) -> None:
+        load = self._loads.get(event.request) if event.request is not None else None
+        if load is None or load.child != event.child or load.state is not LoadState.OPEN:
+            self._drop(event, Drop.UNKNOWN)
+        elif event.attempt != load.attempt:
+            self._drop(event, Drop.LATE)
+        elif event.rank not in load.waiting:
+            self._drop(event, Drop.UNKNOWN)
+        else:
+            assert event.request is not None
+            load.failed |= event.kind is EventKind.RECV_FAILED
+            load.waiting.discard(event.rank)
+            if not load.waiting:
+                self._close_load(event.request, load, settled)
+
+    def _close_load(self, request: RequestId, load: Load, settled: Settled) -> None:
+        settled.ended.append((request, load.child))
+        self._loading[load.child] -= 1
+        if load.failed:
+            self.failures[load.child] += 1
+            if not load.aborted:
+                self._failed_on.setdefault(request, set()).add(load.child)
+                load.state = LoadState.ECHO
+                settled.echo.add(request)
+                return
+        else:
+            settled.loaded.append((request, load.child))
+        del self._loads[request]
+        settled.tell.add(request)
+
+    def _sync_failed(self, event: ChildEvent, settled: Settled) -> None:
+        if event.request in self._alive:
+            assert event.request is not None
+            failed = self._failed_on.setdefault(event.request, set())
+            if event.child not in failed:
+                failed.add(event.child)
+                self.failures[event.child] += 1
+
+    def echoed(self, requests: set[RequestId]) -> set[RequestId]:
+        """The ranks reported these as failed and finished; returns those that vLLM may hear, once each."""
+        heard = set()
+        for request in requests:
+            load = self._loads.get(request)
+            if load is not None and load.state is LoadState.ECHO:
+                del self._loads[request]
+                heard.add(request)
+        return heard
+
+    def _send(self, event: ChildEvent, settled: Settled) -> None:
+        assert event.request is not None
+        for send in self._sends.get((event.request, event.child), ()):
+            if event.rank in send.waiting:
+                if event.incarnation != send.incarnations[event.rank]:
+                    self._drop(event, Drop.LATE)
+                else:
+                    self._settle_send(event.request, event.child, send, event.rank, settled)
+                return
+        if event.request in self._alive:
+            # Reported before the request's end, so before anything was owed: keep it for that moment.
+            self._early[(event.request, event.child, event.rank)] = 1
+        else:
+            self._drop(event, Drop.UNKNOWN)
+
+    def _settle_send(self, request: RequestId, child: ChildIndex, send: Send, rank: Rank, settled: Settled) -> None:
+        send.waiting.discard(rank)
+        if not send.waiting:
+            sends = self._sends[(request, child)]
+            sends.remove(send)
+            if not sends:
+                del self._sends[(request, child)]
+            settled.sends.add((request, child))
+
+    def _down(self, event: ChildEvent, settled: Settled) -> None:
+        """Confirmed death of a rank's process: it settles the rank's share of all that it held.
+
+        Loads are settled one by one by the reports of the worker, which knows what it handed over; a send is
+        known here only.
+        """
+        for (request, child), sends in list(self._sends.items()):
+            if child != event.child:
+                continue
+            for send in list(sends):
+                if event.rank in send.waiting and send.incarnations[event.rank] <= event.incarnation:
+                    self._settle_send(request, child, send, event.rank, settled)
+
+    def _fault(self, event: ChildEvent, settled: Settled) -> None:
+        self.failures[event.child] += 1
+
+    def _drop(self, event: ChildEvent, reason: Drop) -> None:
+        self.dropped[(event.child, reason)] += 1
+
+    # -- time and questions ---------------------------------------------------------------------------------
+
+    def overdue(self, now: float, limit_s: Callable[[ChildIndex], float]) -> set[ChildIndex]:
+        """Children that broke a promise: a send is open for longer than the child's limit."""
+        return {
+            child
+            for (_, child), sends in self._sends.items()
+            if any(now - send.opened_at > limit_s(child) for send in sends)
+        }
+
+    def is_loading(self, child: ChildIndex) -> bool:
+        """Whether a rank still owes this child's load of any request."""
+        return self._loading[child] > 0
+
+    def load_of(self, request: RequestId) -> Load | None:
+        return self._loads.get(request)
+
+    @property
+    def unsettled_loads(self) -> int:
+        """Loads that vLLM waits for."""
+        return len(self._loads)
+
+    @property
+    def unsettled(self) -> int:
+        """Entries that still wait for a rank or an echo."""
+        return len(self._loads) + sum(len(sends) for sends in self._sends.values())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every entry waits for something."""
+        for request, load in self._loads.items():
+            if (load.state is LoadState.OPEN) != bool(load.waiting):
+                raise IntegrityError(f"load of {request} is {load.state} and waits for ranks {load.waiting}")
+        for key, sends in self._sends.items():
+            if not sends or any(not send.waiting for send in sends):
+                raise IntegrityError(f"send {key} waits for nothing")
+        for request, _, _ in self._early:
+            if request not in self._alive:
+                raise IntegrityError(f"an early report is kept for {request}, which has ended")
+
+
+_HANDLERS: dict[EventKind, Callable[[Ledger, ChildEvent, Settled], None]] = {
+    EventKind.RECV_DONE: Ledger._recv,
+    EventKind.RECV_FAILED: Ledger._recv,
+    EventKind.SEND_DONE: Ledger._send,
+    EventKind.SYNC_FAILED: Ledger._sync_failed,
+    EventKind.DOWN: Ledger._down,
+    EventKind.FAULT: Ledger._fault,
+}

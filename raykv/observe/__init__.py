@@ -1,0 +1,1 @@
+"""What shows: metrics and dashboards."""

@@ -1,0 +1,1 @@
+"""RayKV's tests."""

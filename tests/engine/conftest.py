@@ -1,0 +1,105 @@
+"""The engines that the tests of this folder share, each started when the first test asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import example_child, file_child, multi
+from tests.support.engine import Engine
+from tests.support.lmcache_server import LMCacheServer
+from tests.support.ray_cluster import RayCluster
+
+BACK_WITHIN_S = 90.0
+"""Bound for a test to fail at. What the time is on an idle machine is measured by the benchmark."""
+
+
+class Children:
+    """The hosted children of an engine, seen by vLLM's own metrics."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def metric(self, name: str, child: str) -> int:
+        metrics = self._engine.stats()["metrics"]
+        return int(metrics.get(f"vllm:raykv_{name}{{raykv_child={child}}}", 0))
+
+    def pid(self, child: str) -> int:
+        """The process of its host of rank 0; 0 while there is none."""
+        return self.metric("child_host_pid", child)
+
+    def kill(self, child: str, with_signal: int = signal.SIGKILL) -> int:
+        pid = self.pid(child)
+        assert pid, f"{child} has no host to kill"
+        os.kill(pid, with_signal)
+        return pid
+
+    def wait_back(self, child: str, old_pid: int) -> None:
+        """Until the child takes part again, with another process. A request now and then brings news."""
+        deadline = time.monotonic() + BACK_WITHIN_S
+        while not (self.metric("child_up", child) == 1 and self.pid(child) not in (0, old_pid)):
+            assert time.monotonic() < deadline, f"{child} did not come back within {BACK_WITHIN_S:g} s"
+            time.sleep(0.3)
+            self._engine.generate([7, 8, 9], 1)
+
+
+class Offload:
+    """An engine with three offload children: FileChild (steered by the tests), Example and LMCacheMP."""
+
+    def __init__(self, engine: Engine, control: Path) -> None:
+        self.engine = engine
+        self.control = control
+        self.children = Children(engine)
+        self.all_free = engine.free_blocks()
+
+    def set(self, *names: str) -> None:
+        """Exactly these control files exist."""
+        for path in self.control.iterdir():
+            path.unlink(missing_ok=True)
+        for name in names:
+            (self.control / name).touch()
+
+    def wait_for(self, marker: str) -> None:
+        wait_until(lambda: (self.control / marker).exists(), f"{marker} in FileChild")
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def offload_engine(
+    tiny_model: Path,
+    ray_cluster: RayCluster,
+    lmcache_server: LMCacheServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Offload]:
+    folder = tmp_path_factory.mktemp("offload")
+    limits = {"timeout_s": 3, "load_timeout_s": 20, "max_faults": 3, "fault_window_s": 30, "retry_s": 1}
+    children = [
+        file_child(folder, warm_spare=True, **limits),
+        example_child(folder / "example", timeout_s=5),
+        lmcache_server.child(timeout_s=5),
+    ]
+    env = {**ray_cluster.env, "PYTHONPATH": os.getcwd()}
+    with Engine(tiny_model, multi(children), env=env) as engine:
+        yield Offload(engine, folder / "control")
+
+
+@pytest.fixture
+def offload(offload_engine: Offload) -> Iterator[Offload]:
+    """The engine with nothing in vLLM's own prefix cache, and afterwards with every block free again."""
+    offload_engine.set()
+    offload_engine.engine.forget()
+    yield offload_engine
+    offload_engine.set()
+    offload_engine.engine.wait_free_blocks(offload_engine.all_free, timeout_s=30)

@@ -1,0 +1,116 @@
+"""P/D over NIXL between two real engines, beside offload children in both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import Children
+from tests.support.configs import example_child, multi, nixl_child
+from tests.support.engine import Engine, Result
+from tests.support.lmcache_server import LMCacheServer
+from tests.support.process import free_ports
+from tests.support.prompts import MAX_TOKENS, PROMPTS
+from tests.support.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass
+class Pair:
+    prefill: Engine
+    decode: Engine
+
+    def run(self, name: str) -> Result:
+        """Prefill on one engine, decode on the other."""
+        first = self.prefill.generate(PROMPTS[name], 1, kv_transfer_params=PREFILL)
+        assert first.kv_transfer_params and first.kv_transfer_params["remote_block_ids"]
+        return self.decode.generate(PROMPTS[name], MAX_TOKENS, kv_transfer_params=first.kv_transfer_params)
+
+    def forget(self) -> None:
+        self.prefill.forget(60)
+        self.decode.forget(60)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny_model: Path,
+    ray_cluster: RayCluster,
+    lmcache_server: LMCacheServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    """Each engine on a core of its own: a NIXL agent's progress thread takes one."""
+    folder = tmp_path_factory.mktemp("pd")
+    engines: list[Engine] = []
+    try:
+        for role, cpu in (("kv_producer", "0"), ("kv_consumer", "1")):
+            # Under its own name HMA stays on in both, although ExampleConnector lacks it: NIXL compares that.
+            children = [nixl_child(role), example_child(folder / role), lmcache_server.child()]
+            config = multi(children, kv_connector="RayMultiConnector", kv_buffer_device="cpu")
+            env = {
+                **ray_cluster.env,
+                "PYTHONPATH": os.getcwd(),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
+            }
+            engines.append(Engine(tiny_model, config, cpus=cpu, env=env))
+            engines[-1].wait_ready()
+        yield Pair(*engines)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_prefill_here_decode_there(pair: Pair, baseline: dict[str, list[int]]) -> None:
+    children = Children(pair.decode)
+    assert pair.run("page").token_ids == baseline["page"]
+    assert children.metric("tokens_loaded", "NixlConnector") == len(PROMPTS["page"])
+    pair.forget()
+
+    # A plain request reuses the offload: the whole prompt from ExampleConnector ...
+    before = children.metric("tokens_loaded", "ExampleConnector")
+    assert pair.decode.generate(PROMPTS["page"], MAX_TOKENS).token_ids == baseline["page"]
+    assert children.metric("tokens_loaded", "ExampleConnector") - before == 349 // 32 * 32
+    pair.forget()
+
+    # ... and a shared prefix from LMCache.
+    assert pair.run("long").token_ids == baseline["long"]
+    pair.forget()
+    before = children.metric("tokens_loaded", "LMCacheMPConnector")
+    assert pair.decode.generate(PROMPTS["branch"], MAX_TOKENS).token_ids == baseline["branch"]
+    assert children.metric("tokens_loaded", "LMCacheMPConnector") - before == 800 // 128 * 128
+    pair.forget()
+
+
+def test_the_loser_does_not_write(pair: Pair, baseline: dict[str, list[int]]) -> None:
+    """Scenarios 6 and 7: vLLM has the prompt already, so NIXL transfers nothing and frees the prefill side."""
+    assert pair.decode.generate(PROMPTS["aligned"], MAX_TOKENS).token_ids == baseline["aligned"]
+    before = Children(pair.decode).metric("tokens_loaded", "NixlConnector")
+    assert pair.run("aligned").token_ids == baseline["aligned"]
+    assert Children(pair.decode).metric("tokens_loaded", "NixlConnector") - before < 32
+    pair.forget()
+
+
+def test_the_prefill_side_comes_back(pair: Pair, baseline: dict[str, list[int]]) -> None:
+    """A killed NIXL host is rebuilt under a new engine id, and transfers work again."""
+    children = Children(pair.prefill)
+    old = children.kill("NixlConnector")
+    children.wait_back("NixlConnector", old)
+    pair.forget()
+    before = Children(pair.decode).metric("tokens_loaded", "NixlConnector")
+    assert pair.run("crowd5").token_ids == baseline["crowd5"]
+    assert Children(pair.decode).metric("tokens_loaded", "NixlConnector") - before == len(PROMPTS["crowd5"])
+    pair.forget()
