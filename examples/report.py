@@ -21,9 +21,19 @@ class Question:
 
     text: str
     answers: dict[str, Result] = field(default_factory=dict)
+    loaded: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Tokens by round and child."""
 
-    def add(self, round_name: str, result: Result) -> None:
+    def add(self, round_name: str, result: Result, loaded: dict[str, int]) -> None:
         self.answers[round_name] = result
+        self.loaded[round_name] = loaded
+
+    def cell(self, round_name: str) -> str:
+        """Seconds to the first token, and how many tokens needed no computing."""
+        result = self.answers.get(round_name)
+        if result is None or result.ttft_s is None:
+            return "-"
+        return f"{result.ttft_s:.2f}\n[dim]{sum(self.loaded[round_name].values())}[/]"
 
     def equal(self, round_name: str) -> bool:
         return self.answers[round_name].token_ids == self.answers["plain"].token_ids
@@ -75,7 +85,7 @@ class Report:
                         name: {
                             "ttft_s": result.ttft_s,
                             "prompt_tokens": result.num_prompt_tokens,
-                            "loaded_tokens": result.num_external_tokens,
+                            "loaded_tokens": question.loaded[name],
                             "tokens_equal": question.equal(name),
                             "token_ids": result.token_ids,
                         }
@@ -121,16 +131,10 @@ def _answers(report: Report) -> Table:
     table.add_column("tokens", no_wrap=True)
     for question in report.questions:
         answer = " ".join(question.answers["plain"].text.split())
-        cells = [_cell(question.answers.get(name)) for name in ROUNDS]
+        cells = [question.cell(name) for name in ROUNDS]
         verdict = "[green]equal[/]" if question.all_equal else "[red]differ[/]"
         table.add_row(f"[bold]{question.text}[/]\n{answer}", *cells, verdict)
     return table
-
-
-def _cell(result: Result | None) -> str:
-    if result is None or result.ttft_s is None:
-        return "-"
-    return f"{result.ttft_s:.2f}\n[dim]{result.num_external_tokens or 0}[/]"
 
 
 def _children(report: Report) -> Table:

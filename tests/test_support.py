@@ -25,6 +25,24 @@ def test_a_group_ends_with_its_orphans() -> None:
     assert process.tail(group.log) == "started"
 
 
+def test_a_killed_run_leaves_nothing() -> None:
+    code = (
+        "from tests.support import process\n"
+        "import os, signal\n"
+        "group = process.ProcessGroup('victim', ['sleep', '600'])\n"
+        "print(group.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = process.ProcessGroup("run", [sys.executable, "-c", code])
+    assert run.wait(30)
+    victim = int(process.tail(run.log))
+    run.kill()
+    deadline = time.monotonic() + 10
+    while process.session_of(victim) == victim and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.session_of(victim) != victim
+
+
 def test_left_over_shared_memory_goes_with_the_group() -> None:
     code = (
         "from multiprocessing import resource_tracker as t, shared_memory\n"

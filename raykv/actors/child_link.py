@@ -13,27 +13,23 @@ is *refused*: its loads have failed, its step is completed, since nothing will e
 
 from __future__ import annotations
 
-import enum
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
+from raykv.actors.link_parts import Host, Item, LinkOptions, LinkOutput, LinkState, bounded_call
 from raykv.core.faults import FaultWindow
 from raykv.core.open_loads import OpenLoads
-from raykv.errors import HostTimeout, RayKVError
+from raykv.errors import RayKVError
 from raykv.messages import (
     NO_ATTEMPT,
     ChildEvent,
     ChildIndex,
     EventKind,
     HostReport,
-    HostStatus,
-    LoadOrder,
     Phase,
     StepRecord,
 )
@@ -44,82 +40,10 @@ logger = logging.getLogger("raykv")
 IDLE_CHECK_S = 0.25
 """How often an idle link looks whether its host still lives (a pidfd poll, microseconds)."""
 MAX_BATCH = 32
-LOOKS_PER_LIMIT = 4
-"""How often within `timeout_s` a host that does not answer a call is asked whether its hooks go on."""
-STATUS_LIMIT_S = 2.0
 TRY_AGAIN_S = 1.0
 """The pause before a failed start or kill is tried again, or `retry_s` where that is less."""
 LOAD_POLL_S, SEND_POLL_S = 0.002, 0.02
 """How long a call may wait in the host for a completion: short while a load is open, since a request waits."""
-
-
-class LinkState(enum.Enum):
-    """Where a link stands; see the table above. DOWN with a host: it was not seen to die yet."""
-
-    STARTING = "starting"
-    UP = "up"
-    DOWN = "down"
-    CLOSED = "closed"
-
-
-class Host(Protocol):
-    """What a link needs of a host process; `actors.handles` has the one over Ray, the tests have a fake."""
-
-    pid: int
-
-    def run(self, batch: Sequence[StepRecord], wait_s: float, timeout: float) -> HostReport:
-        """Raises HostTimeout, HostDied or HostRaised."""
-
-    def resume(self, timeout: float) -> HostReport:
-        """Go on waiting for the call that timed out."""
-
-    def status(self, timeout: float) -> HostStatus:
-        """Raises as `run` does."""
-
-    def alive(self) -> bool: ...
-    def kill(self) -> None:
-        """Returns once the process is dead. Raises HostUnkillable."""
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """The parts of a child's options that concern its link; seconds."""
-
-    timeout_s: float
-    load_timeout_s: float
-    max_faults: int
-    fault_window_s: float
-    retry_s: float
-    max_retry_s: float = 60.0
-
-
-@dataclass
-class LinkOutput:
-    """What has happened since the last `drain`."""
-
-    events: list[ChildEvent] = field(default_factory=list)
-    objects: list[bytes] = field(default_factory=list)
-    done_step: StepId | None = None
-
-
-@dataclass(eq=False)
-class _Item:
-    """A record on the queue, or a wake-up without one."""
-
-    record: StepRecord | None
-    incarnation: Incarnation
-    order: tuple[LoadOrder, ...] = ()
-    owed: tuple[RequestId, ...] = ()
-    done: threading.Event | None = None
-    failed: bool = True
-
-    def answer(self, failed: bool) -> None:
-        """Tell a waiting `load_now` how it went."""
-        self.failed = failed
-        if self.done is not None:
-            self.done.set()
 
 
 class ChildLink:
@@ -140,13 +64,13 @@ class ChildLink:
         self._options = options
         self._start_host = start_host
         self._after_death = after_death
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._faults = FaultWindow(options.max_faults, options.fault_window_s, options.retry_s, options.max_retry_s)
         self._lock = threading.Lock()
         self._output = LinkOutput()
         self._host: Host | None = None
         self._started: deque[tuple[Incarnation, Host | BaseException]] = deque()
-        self._held: list[_Item] = []  # taken for the host, and their end not known
+        self._held: list[Item] = []  # taken for the host, and their end not known
         self._refused: StepId | None = None
         self._load_phase: StepRecord | None = None  # its step's SAVE record is still to come
         self._loads = OpenLoads()
@@ -174,12 +98,12 @@ class ChildLink:
 
     def submit(self, record: StepRecord, incarnation: Incarnation, owed: tuple[RequestId, ...] = ()) -> None:
         """Hand over a record planned for `incarnation`; a few microseconds, never blocks."""
-        self._queue.put(_Item(record, incarnation, record.loads, owed))
+        self._queue.put(Item(record, incarnation, record.loads, owed))
 
     def load_now(self, record: StepRecord, incarnation: Incarnation) -> bool:
         """Run a synchronous load before the forward pass. True: every byte is in place. False: it failed, and
         nothing writes any more. Blocks for the child's time limit at most (plus the kill that settles it)."""
-        item = _Item(record, incarnation, done=threading.Event())
+        item = Item(record, incarnation, done=threading.Event())
         self._queue.put(item)
         assert item.done is not None
         # The link answers within its own limits; it can only fail to if its thread has died.
@@ -199,13 +123,13 @@ class ChildLink:
         """End the host of this incarnation, if it is still the one: its death settles what it holds, and a new
         incarnation follows."""
         self._retire = incarnation
-        self._queue.put(_Item(None, incarnation))
+        self._queue.put(Item(None, incarnation))
 
     def close(self, timeout: float = 5.0) -> None:
         """End the host and the thread. Idempotent."""
         with self._lock:
             self._closed.set()
-        self._queue.put(_Item(None, self.incarnation))
+        self._queue.put(Item(None, self.incarnation))
         self._join(timeout)
         host, self._host = self._host, None
         try:
@@ -248,7 +172,7 @@ class ChildLink:
                 self._refuse(item)
         if self.state is LinkState.UP:
             self._serve()
-        if self._refused is not None and not self._held and (self.state is LinkState.UP or self._host is None):
+        if self._refused is not None and not self._held:
             self._publish([], [], self._refused)
             self._refused = None
 
@@ -261,7 +185,7 @@ class ChildLink:
         elif self._held or self._loads or self._sends:
             self._exchange(self._host)
 
-    def _gather(self) -> list[_Item]:
+    def _gather(self) -> list[Item]:
         """The records that wait; blocks for the first one unless the host has something open."""
         open_work = self.state is LinkState.UP and (self._loads or self._sends)
         items = []
@@ -279,7 +203,7 @@ class ChildLink:
         immediate = any(item.done is not None for item in self._held)
         wait_s = 0.0 if immediate else LOAD_POLL_S if self._loads else SEND_POLL_S if self._sends else 0.0
         try:
-            report = self._call(host, records, wait_s)
+            report = bounded_call(host, records, wait_s, self._options.timeout_s)
         except RayKVError as error:
             self._lose(str(error))
             return
@@ -298,31 +222,6 @@ class ChildLink:
         """What is held, but of idle records only one that is the last."""
         records = [item.record for item in self._held if item.record is not None]
         return [record for i, record in enumerate(records) if not record.idle or i == len(records) - 1]
-
-    def _call(self, host: Host, records: list[StepRecord], wait_s: float) -> HostReport:
-        """Bounded by progress: a host that answers its control group and returns from hooks is not hung."""
-        limit = self._options.timeout_s
-        pause = limit / LOOKS_PER_LIMIT
-        moved, ticks = time.monotonic(), -1
-        resume = False
-        while True:
-            try:
-                return host.resume(pause) if resume else host.run(records, wait_s, wait_s + pause)
-            except HostTimeout as error:
-                resume = True
-                seen = self._ticks(host, min(pause, STATUS_LIMIT_S))
-                now = time.monotonic()
-                if seen is not None and seen != ticks:
-                    moved, ticks = now, seen
-                elif now - moved >= limit:
-                    raise RayKVError(f"no hook returned within timeout_s={limit:g}") from error
-
-    def _ticks(self, host: Host, timeout: float) -> int | None:
-        """How many hooks have returned; None: the host did not say in time. Raises if it has died."""
-        try:
-            return host.status(timeout).ticks
-        except HostTimeout:
-            return None
 
     def _take(self, report: HostReport) -> str | None:
         """Turn a report into events. Returns why the host has to go, if so."""
@@ -419,11 +318,11 @@ class ChildLink:
             if not closed:
                 self._started.append((incarnation, host))
         if not closed:
-            self._queue.put(_Item(None, incarnation))
+            self._queue.put(Item(None, incarnation))
         elif not isinstance(host, BaseException):
             host.close()
 
-    def _refuse(self, item: _Item) -> None:
+    def _refuse(self, item: Item) -> None:
         """It never reaches a host. Its step counts as completed once all steps before it are."""
         assert item.record is not None
         events = [

@@ -19,7 +19,7 @@ from ray._private import gcs_utils, ray_constants, services
 from ray._private.authentication import authentication_token_setup
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from raykv.actors import local_cluster, settings
+from raykv.actors import error_listener, local_cluster, settings
 from raykv.actors.addresses import parse, why_unreachable
 from raykv.actors.processes import ray_processes
 from raykv.errors import ClusterError
@@ -255,6 +255,7 @@ def _init(target: str, namespace: str) -> None:
             logging_level=logging.WARNING,
             configure_logging=False,
         )
+        error_listener.calm(ray._private.worker.global_worker)
     except Exception as error:
         ray.shutdown()
         text = " ".join(str(error).split())

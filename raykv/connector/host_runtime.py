@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from raykv.config import ChildConfig
 from raykv.connector import standins, vllm_compat
 from raykv.connector.metadata import ChildWorkerOutput, dump, load
+from raykv.errors import HostedConnectorError
 from raykv.kvcache.fence import FenceHandle, MappedFence, open_fence
 from raykv.kvcache.share import KVCacheHandle, MappedKVCache, open_kv_caches
 from raykv.messages import HookFault, HostReport, Phase, StepRecord
@@ -89,6 +90,9 @@ class HostedRuntime:
         self._fence = open_fence(handles.fence)
         self._connector.register_kv_caches(self._mapped.kv_caches)
         self._connector.set_host_xfer_buffer_ops(vllm_compat.copy_kv_blocks())
+        refusal = vllm_compat.silent_refusal(self._connector)
+        if refusal is not None:
+            raise HostedConnectorError(f"it can do nothing here: {refusal}")
         handshake = self._connector.get_handshake_metadata()
         return None if handshake is None else dump(handshake)
 

@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from raykv.messages import ChildEvent, ChildIndex, ChildPlan
 from raykv.types import Incarnation, Rank, RequestId, StepId
 
+NO_STEP = StepId(-1)
+
 
 @dataclass
 class RayMultiMetadata(KVConnectorMetadata):
@@ -49,7 +51,7 @@ class ChildWorkerOutput:
     worker_meta: KVConnectorWorkerMetadata | None = None
     stats: Any = None
     kv_events: Any = None
-    step: StepId = StepId(-1)
+    step: StepId = NO_STEP
 
     @property
     def is_empty(self) -> bool:

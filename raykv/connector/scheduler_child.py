@@ -162,6 +162,9 @@ class SchedulerChild:
         return min(self.done.values())
 
     def shutdown(self) -> None:
-        connector = self.detach()
-        if connector is not None:
-            connector.shutdown()
+        """Shut the current object down, and one that was offered and not taken."""
+        with self._lock:
+            offered, self._offered = self._offered, None
+        for connector in (self.detach(), offered[0] if offered else None):
+            if connector is not None:
+                connector.shutdown()

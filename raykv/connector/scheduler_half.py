@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.config import ChildConfig, MultiConfig, RunMode
+from raykv.config import MultiConfig
 from raykv.connector import vllm_compat
+from raykv.connector.block_pins import BlockPins
 from raykv.connector.events import EventJoin, tagged
 from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, dump
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import RayMultiStats, SchedulerCounters
+from raykv.connector.sync_loads import UnprovenBlocks, why_no_sync_loads
 from raykv.connector.transfer_params import ChildParams, merge_returned
 from raykv.core.ledger import Ledger, Settled
 from raykv.core.lookups import Answer, LookupBook, Outcome
-from raykv.core.pins import PinTable
+from raykv.core.stalls import StallWatch
 from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind, LoadOrder
 from raykv.types import Rank, RequestId, StepId
 
@@ -52,16 +54,13 @@ class SchedulerHalf:
         self._kv_cache_config = kv_cache_config
         self._block_size = vllm_config.cache_config.block_size
         self._ledger = Ledger(len(self.children), num_ranks)
-        self._pins = PinTable()
+        self._pins = BlockPins(vllm_compat.windowed_groups(kv_cache_config))
         self._lookups = LookupBook(config.load_policy, limits)
         self._params = ChildParams([child.name for child in self.children])
         self._counters = SchedulerCounters(self.children)
-        self._windowed = vllm_compat.windowed_groups(kv_cache_config)
         self._sync_refusals = [
-            _why_no_sync_loads(vllm_config, kv_cache_config, config, child.config) for child in self.children
+            why_no_sync_loads(vllm_config, kv_cache_config, config, child.config) for child in self.children
         ]
-        self._pool: Any = None
-        self._manager: Any = None
         self._step = StepId(-1)
         self._requests: dict[RequestId, Request] = {}
         self._chosen_computed: dict[RequestId, int] = {}
@@ -74,11 +73,14 @@ class SchedulerHalf:
         self._early_events: list[ChildEvent] = []
         self._event_joins = [EventJoin() for _ in self.children]
         self._sync_failed = False
+        self._unproven = UnprovenBlocks(self._block_size)
+        self._stalls = StallWatch()
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
     def bind(self, kv_cache_manager: Any) -> None:
-        self._manager, self._pool = kv_cache_manager, kv_cache_manager.block_pool
+        self._pins.bind(kv_cache_manager.block_pool)
+        self._unproven.bind(kv_cache_manager.block_pool)
         for child in self.children:
             child.call("bind_kv_cache_manager", lambda c: c.bind_kv_cache_manager(kv_cache_manager), None)
 
@@ -98,6 +100,8 @@ class SchedulerHalf:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._accept_rebuilt()
+        if self._unproven.shared_by(request, num_computed_tokens):
+            return None, False
         request_id, now = RequestId(request.request_id), time.monotonic()
         for index in self._lookups.to_ask(request_id, num_computed_tokens, now):
             child = self.children[index]
@@ -121,9 +125,13 @@ class SchedulerHalf:
             and self._ledger.may_load(request_id, child.index)
             for child in self.children
         }
+        if self._stalls.is_withdrawn(request_id):
+            eligible = {}
         choice = self._lookups.choose(request_id, eligible, now)
         if choice.outcome is Outcome.PENDING:
             return None, False
+        if choice.is_async:
+            self._stalls.promised(request_id)
         self._chosen_computed[request_id] = num_computed_tokens
         return choice.tokens, choice.is_async
 
@@ -142,6 +150,7 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         request_id = RequestId(request.request_id)
         choice = self._lookups.take(request_id)
+        self._stalls.taken(request_id)
         winner = choice.child if num_external_tokens > 0 and choice.outcome is Outcome.HIT else -1
         for child in self.children:
             if request_id not in child.known:
@@ -168,6 +177,7 @@ class SchedulerHalf:
             self._loads.setdefault(winner, []).append(order)
         else:
             self._sync_loads.setdefault(winner, []).append((request_id, target))
+            self._unproven.add(request_id, blocks.get_block_ids()[0][computed // self._block_size :])
 
     def _load_blocks(self, blocks: Any, computed: int, tokens: int) -> tuple[int, ...]:
         """The block ids that a load fills. With several KV groups: all of the request's, ids are ambiguous."""
@@ -186,7 +196,8 @@ class SchedulerHalf:
             # Nobody waits for this step, it only settles saves. vLLM comes again in a millisecond, and on a small
             # machine these steps would take the cores that the saves need.
             time.sleep(SETTLING_PAUSE_S)
-        self._grow_pins(output)
+        if any(child.hosted and child.saves for child in self.children):
+            self._pins.grow(output, self._fence())
         forward = output.total_num_scheduled_tokens > 0
         plans = {}
         for child in self.children:
@@ -196,14 +207,18 @@ class SchedulerHalf:
                 if plan.meta is not None:  # else no host hears of this step
                     child.planned = self._step
         self._loads, self._sync_loads, self._owed, self._doubtful = {}, {}, {}, set()
-        self._close_preempted()
-        if self._windowed:
-            self._trim(output)
+        self._unproven.step_planned()
+        self._stalls.step_planned(idle=not forward and not self._ledger.unsettled and not self._pins.closing)
+        self._pins.close_preempted(self._requests, self._fence())
+        self._pins.trim(output, self._fence())
         self._params.forget_ended()
         retire = {c.index for c in self.children if c.hosted and c.must_retire}
-        retire |= self._ledger.overdue(
-            time.monotonic(), lambda index: self.children[index].config.options.promise_timeout_s
-        )
+        if not self._early_events:
+            # Else a child has just come back, and what its old hosts owed is settled with this step's output only:
+            # the new ones must not be ended for it.
+            retire |= self._ledger.overdue(
+                time.monotonic(), lambda index: self.children[index].config.options.promise_timeout_s
+            )
         echo, self._echo = frozenset(self._echo), set()
         incarnations = {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
         sync_failed, self._sync_failed = self._sync_failed, False
@@ -244,52 +259,10 @@ class SchedulerHalf:
             idle=idle,
         )
 
-    # -- pins -----------------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------
 
     def _fence(self) -> dict[ChildIndex, StepId]:
         return {c.index: c.planned for c in self.children if c.hosted}
-
-    def _grow_pins(self, output: SchedulerOutput) -> None:
-        if not any(child.hosted and child.saves for child in self.children):
-            return
-        for new in output.scheduled_new_reqs:
-            self._pin_all(RequestId(new.req_id), new.block_ids)
-        cached = output.scheduled_cached_reqs
-        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is None:
-                continue
-            request_id = RequestId(req_id)
-            if req_id in cached.resumed_req_ids:
-                self._pin_all(request_id, block_ids)
-            elif self._pins.is_open(request_id):
-                self._pin(request_id, block_ids)
-
-    def _pin_all(self, request: RequestId, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request starts with these blocks; an older set of it is of before a preemption."""
-        self._pins.close(request, self._fence())
-        self._pin(request, block_ids)
-
-    def _pin(self, request: RequestId, block_ids: Sequence[Sequence[int]]) -> None:
-        for group, ids in enumerate(block_ids):
-            self._pool.touch(self._pins.grow(request, group, vllm_compat.pool_blocks(self._pool, ids)))
-
-    def _close_preempted(self) -> None:
-        for request_id in self._pins.open_requests():
-            request = self._requests.get(request_id)
-            if request is not None and vllm_compat.is_status(request, "PREEMPTED"):
-                self._pins.close(request_id, self._fence())
-
-    def _trim(self, output: SchedulerOutput) -> None:
-        for request_id in output.num_scheduled_tokens:
-            for group in self._windowed:
-                self._pins.trim(RequestId(request_id), group, self._fence())
-
-    def _release_pins(self) -> None:
-        freed = self._pins.release({c.index: c.completed for c in self.children if c.hosted})
-        if freed:
-            self._pool.free_blocks(freed)
-
-    # -- reports --------------------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta
@@ -301,7 +274,9 @@ class SchedulerHalf:
         for event in events:
             if event.kind is EventKind.DOWN:
                 self._child_down(event)
-            self._sync_failed |= event.kind is EventKind.SYNC_FAILED
+        garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
+        self._sync_failed |= bool(garbage)
+        self._unproven.failed(garbage)
         settled = self._ledger.apply(events)
         self._echo |= settled.echo
         for request, index in settled.sends:
@@ -311,7 +286,7 @@ class SchedulerHalf:
                 done = self.children[index].done
                 done[rank] = max(done[rank], step)
         self._counters.update(meta, events, settled)
-        self._release_pins()
+        self._pins.release({c.index: c.completed for c in self.children if c.hosted})
         self._tell_children(output, meta, settled, heard)
         # vLLM reads these right after this call: exactly the loads that it waits for, never a send.
         output.finished_recving = (settled.tell | heard) or None
@@ -382,11 +357,12 @@ class SchedulerHalf:
             self._owed.setdefault(child.index, []).append(request_id)
         self._ledger.request_ended(request_id)
         self._ledger.forget_early(request_id, [c.index for c in self.children])
-        if opened and not self._pins.is_open(request_id):
-            self._pin(request_id, block_ids)
+        if opened:
+            self._pins.hold(request_id, block_ids)
         self._partial_tails.pop(request_id, None)
         self._pins.close(request_id, self._fence(), [c.index for c in opened])
         self._lookups.forget(request_id)
+        self._stalls.taken(request_id)
         self._chosen_computed.pop(request_id, None)
         self._requests.pop(request_id, None)
         self._counters.ended(request_id)
@@ -406,10 +382,9 @@ class SchedulerHalf:
             ):
                 self._partial_tails.setdefault(request_id, set()).add(child.index)
         if request_id in self._partial_tails:
-            if not self._pins.is_open(request_id):
-                self._pin(request_id, block_ids)
+            self._pins.hold(request_id, block_ids)
             for group, block_id, _ in offloads:
-                self._pool.touch(self._pins.grow(request_id, group, vllm_compat.pool_blocks(self._pool, [block_id])))
+                self._pins.add(request_id, group, [block_id])
 
     # -- questions of the engine ----------------------------------------------------------------------------
 
@@ -462,36 +437,3 @@ def _finish(connector: Any, request: Request, block_ids: tuple[list[int], ...]) 
     if supports_hma(connector):
         return connector.request_finished_all_groups(request, block_ids)
     return connector.request_finished(request, block_ids[0])
-
-
-def _why_no_sync_loads(vllm_config: Any, kv_cache_config: Any, config: MultiConfig, child: ChildConfig) -> str | None:
-    """Why a synchronous load of this child could not fail safely on this engine, if so."""
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        return (
-            "the model has several KV cache groups, where vLLM can't take a failed synchronous load "
-            "(use a child that loads asynchronously)"
-        )
-    if vllm_config.scheduler_config.async_scheduling:
-        return (
-            "asynchronous scheduling overlaps steps, and the step after a failed synchronous load would go on with "
-            "garbage (start vLLM with --no-async-scheduling)"
-        )
-    if vllm_config.max_concurrent_batches > 1:
-        return (
-            "pipeline parallelism overlaps steps, and the step after a failed synchronous load would go on with "
-            "garbage (use tensor parallelism)"
-        )
-    if vllm_config.parallel_config.world_size > 1:
-        for other in config.children:
-            if other.index != child.index and other.options.run is RunMode.INLINE and other.saves:
-                return (
-                    f"child {other.name} saves inside vLLM's workers, where a rank saves before it can know that the "
-                    f"load failed on another one (run {other.name} in an actor)"
-                )
-    return None
-
-
-def sync_refusal(vllm_config: Any, kv_cache_config: Any, config: MultiConfig, child: ChildConfig) -> str | None:
-    """The start-up error for a child known to load synchronously where that can't be made safe."""
-    why = _why_no_sync_loads(vllm_config, kv_cache_config, config, child)
-    return f"child {child.name} ({child.connector}) loads synchronously, but {why}" if why else None

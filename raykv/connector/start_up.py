@@ -19,8 +19,8 @@ from raykv.connector import vllm_compat
 from raykv.connector.inline_child import InlineChild
 from raykv.connector.metadata import RayMultiHandshake
 from raykv.connector.scheduler_child import SchedulerChild
-from raykv.connector.scheduler_half import sync_refusal
 from raykv.connector.supervisor import Supervisor
+from raykv.connector.sync_loads import sync_refusal
 from raykv.connector.worker_half import WorkerHalf
 from raykv.connector.worker_setup import HostedChild, incarnation_engine_id
 from raykv.errors import ConfigError
@@ -63,7 +63,7 @@ def checked_config(vllm_config: VllmConfig, kv_cache_config: Any) -> MultiConfig
         for child in config.children:
             if known_synchronous(child):
                 logger.warning(
-                    "child %s (%s) puts no rank into its file names: with %d workers they overwrite each other's files.",
+                    "child %s (%s) puts no rank into its file names: %d workers overwrite each other's files.",
                     child.name,
                     child.connector,
                     vllm_config.parallel_config.world_size,
@@ -154,7 +154,8 @@ def scheduler_children(config: MultiConfig, vllm_config: VllmConfig, kv_cache_co
             for made in children:
                 made.shutdown()
             raise ConfigError(
-                f"The child {child.name} ({child.connector}) could not be made. It said: {type(error).__name__}: {error}"
+                f"The child {child.name} ({child.connector}) could not be made. "
+                f"It said: {type(error).__name__}: {error}"
             ) from error
         children.append(SchedulerChild(child, connector, vllm_config.parallel_config.world_size))
     return children
@@ -235,8 +236,12 @@ class Recovery:
         )
         cls: Any = vllm_compat.connector_class(child.config)
         connector: KVConnectorBase_V1 = cls(config, KVConnectorRole.SCHEDULER, self._kv_cache_config)
-        connector.bind_kv_cache_manager(self._manager)
-        if handshakes:
-            keys = {**self._default_keys, **self._keys}
-            connector.set_xfer_handshake_metadata_pp_aware({keys[rank]: found for rank, found in handshakes.items()})
+        try:
+            connector.bind_kv_cache_manager(self._manager)
+            if handshakes:
+                keys = {**self._default_keys, **self._keys}
+                connector.set_xfer_handshake_metadata_pp_aware({keys[rank]: m for rank, m in handshakes.items()})
+        except BaseException:
+            connector.shutdown()  # else its listener keeps the port, and no later try can succeed
+            raise
         return connector

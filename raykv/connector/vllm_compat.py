@@ -253,3 +253,16 @@ def no_sleep_mode() -> NotImplementedError:
         "vLLM's sleep mode gives the KV cache's memory away while RayKV's hosts still map it. Start vLLM without "
         "--enable-sleep-mode, or run every child inline."
     )
+
+
+def silent_refusal(connector: Any) -> str | None:
+    """Why a connector that was built can do nothing, where it only logs that; None if it can.
+
+    LMCacheConnectorV1 goes into a "degraded mode" when its engine can't be made, on a CPU for one: it then never
+    saves or loads (`LMCacheManager._init_failed`, lmcache 0.5.6).
+    """
+    manager = getattr(getattr(connector, "_lmcache_engine", None), "_manager", None)
+    if not getattr(manager, "_init_failed", False):
+        return None
+    lines = [line.strip() for line in str(getattr(manager, "_init_failed_reason", "")).splitlines() if line.strip()]
+    return lines[-1] if lines else "it could not be initialised"

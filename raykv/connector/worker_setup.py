@@ -12,8 +12,9 @@ from typing import Any
 import cloudpickle
 import torch
 
-from raykv.actors.child_link import ChildLink, LinkOptions
+from raykv.actors.child_link import ChildLink
 from raykv.actors.hosted_process import HostedProcess, HostLauncher
+from raykv.actors.link_parts import LinkOptions
 from raykv.config import MAX_RETRY_S, ChildConfig
 from raykv.connector import vllm_compat
 from raykv.connector.host_runtime import CacheHandles, HostSetup

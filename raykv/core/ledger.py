@@ -276,6 +276,9 @@ class Ledger:
         for request, load in self._loads.items():
             if (load.state is LoadState.OPEN) != bool(load.waiting):
                 raise IntegrityError(f"load of {request} is {load.state} and waits for ranks {load.waiting}")
+        loading = Counter(load.child for load in self._loads.values() if load.state is LoadState.OPEN)
+        if loading != +self._loading:
+            raise IntegrityError(f"open loads by child are {loading}, counted as {self._loading}")
         for key, sends in self._sends.items():
             if not sends or any(not send.waiting for send in sends):
                 raise IntegrityError(f"send {key} waits for nothing")

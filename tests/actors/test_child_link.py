@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from raykv.actors import child_link
-from raykv.actors.child_link import MAX_BATCH, ChildLink, LinkOptions, LinkState
+from raykv.actors.child_link import MAX_BATCH, ChildLink
+from raykv.actors.link_parts import LinkOptions, LinkState
 from raykv.errors import ChildStartError, HostRaised, RayKVError
 from raykv.messages import NO_ATTEMPT, ChildEvent, EventKind, HookFault, LoadOrder, Phase, StepRecord
 from raykv.types import Attempt, Incarnation, Rank, RequestId
@@ -373,11 +374,14 @@ def test_a_call_that_raises_costs_the_host(rigs: MakeRig, error: Call) -> None:
 
 
 def test_a_fault_that_leaves_the_step_unsettled_is_settled_by_death(rigs: MakeRig) -> None:
-    rig = rigs(FakeHost().then(Call(fault=HookFault("save_kv_layer", "bad", unsettled=True))))
+    rig = rigs(FakeHost(unkillable=10**9).then(Call(fault=HookFault("save_kv_layer", "bad", unsettled=True))))
     rig.submit(0, load("a"))
+    rig.until(lambda: rig.host().kills)
+    assert (rig.kinds(), rig.done) == ([EventKind.FAULT], None)
+    rig.host().unkillable = 0
     rig.until_done(0)
     assert rig.kinds() == [EventKind.FAULT, FAILED, EventKind.DOWN]
-    assert (rig.host().kills, [len(records) for records in rig.dead]) == (1, [1])
+    assert [len(records) for records in rig.dead] == [1]
 
 
 def test_faults_that_move_no_data_are_counted_until_it_is_too_much(rigs: MakeRig) -> None:

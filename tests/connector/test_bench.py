@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
+from tests.support.fake_config import child
 from tests.support.fake_model import chain
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.fake_children import FakeHandshake
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 

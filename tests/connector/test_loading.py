@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.fake_config import child
 from tests.support.fake_model import chain
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +40,7 @@ def test_a_cold_request_is_offloaded_and_found_again(
     if overlap and not asynchronous:
         pytest.skip("refused: see test_sync_loads.py")
     scripts: dict[str, Any] = {
-        "transfer": {"pd": True},
+        "transfer": {"pd": True, "raykv": {"save": "none"}},
         "offload": {"search": True, "saves": True, "asynchronous": asynchronous},
     }
     with Bench(
@@ -137,7 +138,6 @@ def test_policies_and_a_slow_look_up(
     deadline: float | None,
     loaded: tuple[str, int],
     whose: str,
-    ranks: int,
     hosted: bool,
     overlap: bool,
 ) -> None:
@@ -145,7 +145,6 @@ def test_policies_and_a_slow_look_up(
     scripts: dict[str, Any] = {"A": {"hit": 64}, "B": {"hit": 4096, "pending": 3}}
     with Bench(
         [child(name, hosted, raykv=limit if whose == "child" else {}, **scripts[name]) for name in order],
-        ranks=ranks,
         async_scheduling=overlap,
         raykv={"load_policy": policy, **(limit if whose == "top" else {})},
     ) as bench:

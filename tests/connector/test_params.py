@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raykv.errors import ConfigError
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 

@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from raykv.connector import RayMultiConnector
 from raykv.errors import ConfigError
 from tests.support.configs import example_child, multi
+from tests.support.fake_config import child, kv_cache_config, vllm_config
 from tests.support.fake_control import controls
-from tests.support.fake_worker import Bench, child, kv_cache_config, vllm_config
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 
@@ -25,10 +26,12 @@ def refusal(
     children: list[dict[str, Any]],
     role: KVConnectorRole = KVConnectorRole.SCHEDULER,
     window: int | None = None,
+    pipeline: int = 1,
     **config: Any,
 ) -> str:
     """The error of starting with these children."""
     made = vllm_config({**multi(children), "kv_connector": "RayMultiConnector"}, **config)
+    made.parallel_config.pipeline_parallel_size = pipeline
     with pytest.raises(ConfigError) as caught:
         KVConnectorFactory.create_connector(made, role, kv_cache_config(64, window=window))
     text = str(caught.value)
@@ -72,6 +75,19 @@ def test_two_pd_children(role: KVConnectorRole) -> None:
 def test_a_synchronous_child_with_overlapping_steps(role: KVConnectorRole) -> None:
     text = refusal([child("A"), example_child("somewhere")], role, async_scheduling=True)
     assert "ExampleConnector" in text and "--no-async-scheduling" in text and '"load": false' in text
+
+
+@BOTH_HALVES
+def test_a_synchronous_child_with_pipeline_parallelism(role: KVConnectorRole) -> None:
+    """It overlaps steps as well, without asynchronous scheduling."""
+    text = refusal([child("A"), example_child("somewhere")], role, pipeline=2)
+    assert "ExampleConnector" in text and "pipeline" in text
+
+
+@BOTH_HALVES
+def test_a_synchronous_child_beside_an_inline_saver_on_two_ranks(role: KVConnectorRole) -> None:
+    text = refusal([child("A", False), example_child("somewhere")], role, ranks=2)
+    assert "ExampleConnector" in text and "child A saves inside vLLM's workers" in text
 
 
 @BOTH_HALVES

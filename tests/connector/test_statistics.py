@@ -11,7 +11,8 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from raykv.core.pins import PinTable
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 
@@ -73,7 +74,7 @@ class Storm:
             control.failing = rng.choice(["", "", "request", "blocks"])
             control.failing_ranks = rng.choice([None, (0,), (bench.ranks - 1,)])
         elif kind == "phantom":
-            # Not 'send' of a living request: see test_a_send_before_its_time.
+            # Not 'send' of a living request: the ledger takes that as the end of what the child will owe for it.
             control.report("recv", rng.choice(["nobody", "r0"]))
         elif kind == "hold" and processes:
             process = rng.choice(processes)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_worker import Bench, child
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
 
@@ -78,6 +79,32 @@ def test_a_host_that_dies_in_a_synchronous_load(ranks: int) -> None:
         bench.finish("r0")
         bench.child("A").hangs = set()
         assert bench.total("A", "restarts") == ranks
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["later", "same-step"])
+def test_nobody_finds_what_a_failed_load_left_behind(together: bool, ranks: int, hosted: bool) -> None:
+    """The request is aborted before it could compute its blocks again; another one has the same prompt.
+
+    vLLM hashes the blocks when it plans the load and leaves them in its prefix cache when the load fails.
+    """
+    with Bench([child("A", hosted, **SYNC, failing="blocks")], ranks=ranks) as bench:
+        bench.add(100)
+        prompt = bench.results["r0"].prompt
+        if together:
+            bench.add(prompt)
+        bench.until(lambda: any(heard.invalid for heard in bench.heard), "the failed load")
+        bench.abort("r0")
+        bench.add(prompt)
+        bench.run()
+        assert bench.results["r0"].tokens == []
+
+
+def test_what_was_loaded_well_is_shared(ranks: int, hosted: bool) -> None:
+    with Bench([child("A", hosted, **SYNC)], ranks=ranks) as bench:
+        bench.add(100)
+        bench.add(bench.results["r0"].prompt)
+        bench.run()
+        assert bench.child("A").allocated == [("r0", 64), ("r1", 0)]
 
 
 # -- overlapping steps ----------------------------------------------------------------------------------------

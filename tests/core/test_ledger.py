@@ -271,7 +271,8 @@ def test_death_settles_what_this_process_and_older_ones_owed_and_nothing_else() 
     ledger.open_send(R, A, incarnations(1, 1), NOW)
     ledger.open_send(R, B, incarnations(1, 1), NOW)
     ledger.request_ended(R)
-    assert nothing(ledger.apply([died(0, A, incarnation=0)])), "an older process: it held none of this"
+    older = [died(0, A, incarnation=0), died(1, A, incarnation=0)]
+    assert nothing(ledger.apply(older)), "older processes held none of this"
     assert nothing(ledger.apply([died(0, A, incarnation=1)])), "rank 1 still reads"
     assert ledger.apply([died(1, A, incarnation=2)]).sends == {(R, A)}
     assert ledger.unsettled == 1, "the other child"

@@ -36,15 +36,22 @@ class SafetyMachine(RuleBasedStateMachine):
 
     # -- requests and steps ---------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.engine.requests) < 5)
+    @precondition(lambda self: len(self.engine.requests) < 5 and len(self.engine.in_state(State.WAITING)) < 3)
     @rule(family=st.integers(0, 1), wishes=WISHES)
     def arrive(self, family: int, wishes: list[int]) -> None:
         self.engine.arrive(family, self._existing(wishes))
 
     @precondition(lambda self: self.engine.requests)
-    @rule(index=INDEX, delays=st.sampled_from([[0], [1], [0, 1], [0, 1, 2], []]))
-    def end(self, index: int, delays: list[int]) -> None:
-        self.engine.end(pick(self.engine.requests, index), self._existing(delays))
+    @rule(
+        index=INDEX,
+        delays=st.sampled_from([[0], [1], [0, 1], [0, 1, 2], []]),
+        busy=st.sampled_from([True, True, False]),
+    )
+    def end(self, index: int, delays: list[int], busy: bool) -> None:
+        """Mostly of a request that has begun: the others have nothing to lose."""
+        begun = [request for request in self.engine.requests if request.state is not State.WAITING]
+        if begun or not busy:
+            self.engine.end(pick(begun if busy else self.engine.requests, index), self._existing(delays))
 
     @precondition(lambda self: len(self.engine.in_flight) < 2)
     @rule(
@@ -111,10 +118,11 @@ class SafetyMachine(RuleBasedStateMachine):
     def send_early(self, index: int, which: int) -> None:
         """A child is through with a request before the request ends; it reports once."""
         request = pick(self.engine.in_state(State.RUNNING), which)
-        host = pick(self.engine.hosts, index)
-        child = self.engine.children[host.child]
-        current = host.alive and host.incarnation == child.incarnations[host.rank]
-        if current and request.id in child.known and request.id not in host.early:
+        hosts = [
+            host for host in self.engine.hosts if self.engine.serves(host, request) and request.id not in host.early
+        ]
+        if hosts:
+            host = pick(hosts, index)
             host.early.add(request.id)
             host.emit(EventKind.SEND_DONE, request.id)
 
@@ -140,7 +148,7 @@ class SafetyMachine(RuleBasedStateMachine):
     # -- reports that nobody asked for ----------------------------------------------------------------------
 
     @rule(
-        what=st.sampled_from(["duplicate", "receive", "send", "phantom", "sync load failed"]),
+        what=st.sampled_from(["duplicate", "receive", "send", "death", "phantom", "sync load failed"]),
         index=INDEX,
         which=st.integers(0, 40),
         well=st.booleans(),
@@ -156,6 +164,8 @@ class SafetyMachine(RuleBasedStateMachine):
             host = pick(self._hosts("sends"), index)
             before = Incarnation(host.incarnation - 1)
             host.emit(EventKind.SEND_DONE, pick(list(host.sends), which), incarnation=before)
+        elif what == "death":  # of a process of before, once more
+            host.emit(EventKind.DOWN, incarnation=Incarnation(host.incarnation - 1))
         elif what == "phantom":
             host.emit(EventKind.SEND_DONE if well else kind, RequestId("nobody"))
         elif what == "sync load failed" and self.engine.in_state(State.RUNNING):

@@ -19,6 +19,9 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
+START_TIMEOUT_S = 480.0
+"""The second engine starts beside the first one's NIXL thread, which takes a core of two."""
+
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -67,7 +70,7 @@ def pair(
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
             }
             engines.append(Engine(tiny_model, config, cpus=cpu, env=env))
-            engines[-1].wait_ready()
+            engines[-1].wait_ready(START_TIMEOUT_S)
         yield Pair(*engines)
     finally:
         for engine in engines:

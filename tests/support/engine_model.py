@@ -193,6 +193,11 @@ class Engine:
     def host(self, child: int, rank: int) -> Host:
         return self.hosts[child * len(self.ranks) + rank]
 
+    def serves(self, host: Host, request: Request) -> bool:
+        """Whether this process knows the request."""
+        child = self.children[host.child]
+        return host.alive and host.incarnation == child.incarnations[host.rank] and request.id in child.known
+
     def in_state(self, *states: State) -> list[Request]:
         return [r for r in self.requests if r.state in states]
 
@@ -247,8 +252,7 @@ class Engine:
         for c in owed:
             for rank in self.ranks:
                 host = self.host(c, rank)
-                same = host.alive and host.incarnation == self.children[c].incarnations[rank]
-                if same and request.id not in host.early:
+                if self.serves(host, request) and request.id not in host.early:
                     host.sends[request.id] = blocks
         opened = [c for c in owed if self.ledger.open_send(request.id, c, self.children[c].incarnations, 0.0)]
         self.ledger.request_ended(request.id)

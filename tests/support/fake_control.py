@@ -60,7 +60,7 @@ class Holds:
 holds = Holds()
 
 
-@dataclass
+@dataclass(repr=False)
 class Control:
     """The script of one child. Times and counts are in polls and calls, never in seconds."""
 

@@ -59,7 +59,7 @@ class State:
     computed: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class FakeRunner:
     """The state of a model runner, for all ranks at once: what one rank reads wrong spoils the sum of all."""
 

@@ -1,12 +1,11 @@
 """An engine without engine: vLLM's real scheduler, and fake workers around the real RayMultiConnector.
 
-`Bench` steps like `EngineCore.step`, or like `step_with_batch_queue` with two steps in flight. Its workers call the
-connectors as `KVConnectorModelRunnerMixin` does, their outputs go through vLLM's `KVOutputAggregator`.
+`Bench` steps like `EngineCore.step`, or like `step_with_batch_queue` with two steps in flight. The rest of an engine
+is in `fake_executor` (workers), `fake_model` (what they compute) and `in_process_hosts` (RayKV's hosts, without Ray).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import pickle
 import time
@@ -17,76 +16,25 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.configs import multi
+from tests.support.fake_config import kv_cache_config, vllm_config
 from tests.support.fake_control import Control, controls, holds
-from tests.support.fake_hosts import FakeProcess, Hosts
+from tests.support.fake_executor import FakeExecutor
 from tests.support.fake_model import FakeRunner, continuation
-from tests.support.models import tiny_llama
+from tests.support.in_process_hosts import FakeProcess, Hosts
 
 PATIENCE_S = 20.0
 """How long a test waits for what must come; never a measure of speed."""
-
-
-def child(name: str, hosted: bool = True, cls: str = "FakeChild", **more: Any) -> dict[str, Any]:
-    """The config of a fake child. `raykv` gives RayKV's options, `fields` more of vLLM's; the rest is its script."""
-    raykv = {"name": name, "run": "actor" if hosted else "inline", **more.pop("raykv", {})}
-    fields = more.pop("fields", {})
-    return {
-        "kv_connector": cls,
-        "kv_connector_module_path": "tests.support.fake_children",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"fake": name, "script": more, "raykv": raykv},
-        **fields,
-    }
-
-
-@functools.cache
-def _base_config(ranks: int, block_size: int) -> VllmConfig:
-    return EngineArgs(
-        model=str(tiny_llama()),
-        skip_tokenizer_init=True,
-        max_model_len=2048,
-        block_size=block_size,
-        enforce_eager=True,
-        dtype="float32",
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="mp" if ranks > 1 else None,
-    ).create_engine_config()
-
-
-def vllm_config(transfer: Mapping[str, Any], ranks: int = 1, block_size: int = 16, **scheduler: Any) -> VllmConfig:
-    """A config of a tiny model for `ranks` workers, without asking the machine for them."""
-    config = copy.copy(_base_config(ranks, block_size))
-    for name in ("cache_config", "scheduler_config", "parallel_config", "observability_config"):
-        setattr(config, name, copy.copy(getattr(config, name)))
-    for name, value in scheduler.items():
-        setattr(config.scheduler_config, name, value)
-    config.kv_transfer_config = KVTransferConfig(**transfer)
-    return config
-
-
-def kv_cache_config(num_blocks: int, block_size: int = 16, window: int | None = None) -> KVCacheConfig:
-    """One group of full attention; with `window` a second one of sliding-window attention."""
-    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
-    groups = [KVCacheGroupSpec(["layer.0", "layer.1"], FullAttentionSpec(**shape))]
-    if window is not None:
-        spec = SlidingWindowSpec(**shape, sliding_window=window)
-        groups.append(KVCacheGroupSpec(["layer.2", "layer.3"], spec))
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 @dataclass
@@ -217,7 +165,8 @@ class Bench:
             self.connector.set_xfer_handshake_metadata_pp_aware(pickle.loads(pickle.dumps(handshakes)))
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
+        aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
+        self.executor = FakeExecutor(self.workers, self.runner, aggregator)
         self._hasher = get_request_block_hasher(self.block_size, sha256)
         self._watch_pool()
         self._watch_links()
@@ -346,53 +295,7 @@ class Bench:
         """Run steps that were planned and not run yet, in order."""
         for entry in list(self._in_flight)[:count]:
             if entry[1] is None:
-                entry[1] = self._execute(pickle.dumps(entry[0]))
-
-    def _execute(self, data: bytes) -> ModelRunnerOutput:
-        outputs = [pickle.loads(data) for _ in self.workers]
-        output = outputs[0]
-        self.runner.update_states(output)
-        for worker, mine in zip(self.workers, outputs, strict=True):
-            worker.handle_preemptions(mine.kv_connector_metadata)
-        context = SimpleNamespace(no_compile_layers={}, attn_metadata={} if output.num_scheduled_tokens else None)
-        for worker, mine in zip(self.workers, outputs, strict=True):
-            worker.bind_connector_metadata(mine.kv_connector_metadata)
-            if mine.has_sync_kv_loads:
-                worker.start_load_kv(context)
-        sampled: dict[str, list[int]] = {}
-        if output.num_scheduled_tokens:
-            sampled = self.runner.forward(output.num_scheduled_tokens, self._before_layer, self._after_layer)
-        results = []
-        for worker, mine in zip(self.workers, outputs, strict=True):
-            if not mine.has_sync_kv_loads:
-                worker.start_load_kv(context)
-            worker.wait_for_save()
-            found = worker.get_transfer_results(mine.finished_req_ids)
-            result = KVConnectorOutput(
-                finished_sending=found.finished_sending,
-                finished_recving=found.finished_recving,
-                failed_recving=found.failed_recving,
-                invalid_block_ids=worker.get_block_ids_with_load_errors(),
-                kv_connector_stats=worker.get_kv_connector_stats(),
-                kv_cache_events=worker.get_kv_connector_kv_cache_events(),
-                kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            )
-            worker.clear_connector_metadata()
-            names = list(output.num_scheduled_tokens)
-            made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [sampled[n] for n in names])
-            made.kv_connector_output = None if result.is_empty() and not names else result
-            results.append(pickle.loads(pickle.dumps(made)))
-        combined = self._aggregator.aggregate(results)
-        assert combined is not None
-        return combined
-
-    def _before_layer(self, layer: str) -> None:
-        for worker in self.workers:
-            worker.wait_for_layer_load(layer)
-
-    def _after_layer(self, layer: str) -> None:
-        for rank, worker in enumerate(self.workers):
-            worker.save_kv_layer(layer, self.runner.caches[rank][layer], None)
+                entry[1] = self.executor.execute(pickle.dumps(entry[0]))
 
     def _take(self, outputs: Any) -> None:
         for output in outputs.outputs:

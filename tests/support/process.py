@@ -8,10 +8,15 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
+
+from tests.support import watchdog
+from tests.support.watchdog import session_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
@@ -21,6 +26,7 @@ active_logs: list[Path] = []
 
 _MARK = "RAYKV_TEST_SESSION"
 _sessions: set[int] = set()
+_watchdog: IO[str] | None = None
 
 _SWEPT = re.compile(r"^(psm_|sem\.mp-|sem\.loky|vllm_|nccl)")
 """Segments that vLLM and multiprocessing remove at a normal end only."""
@@ -79,7 +85,7 @@ class ProcessGroup:
                 pass_fds=tuple(pass_fds),
             )
         self.pid = self._popen.pid
-        _sessions.add(self.pid)
+        watch_session(self.pid)
         active_logs.append(self.log)
 
     @property
@@ -98,7 +104,7 @@ class ProcessGroup:
         """Pids of the session, also of those whose parent is gone."""
         found = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _session_of(int(entry.name)) == self.pid:
+            if entry.name.isdigit() and session_of(int(entry.name)) == self.pid:
                 found.append(int(entry.name))
         return found
 
@@ -113,6 +119,7 @@ class ProcessGroup:
                 raise RuntimeError(f"{self.name}: processes {members} survive SIGKILL")
             time.sleep(0.02)
         self._popen.wait()
+        forget_session(self.pid)
         orphans = {n for n in shm_names() - self._shm_before if _SWEPT.match(n)}
         # A segment that nobody has mapped is nobody's. A semaphore may be another session's, so it stays then.
         shared = other_sessions()
@@ -123,18 +130,25 @@ class ProcessGroup:
             active_logs.remove(self.log)
 
 
-def _session_of(pid: int) -> int | None:
-    try:
-        # the fields after the command's closing parenthesis: state, parent, group, session
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[3])
-
-
 def watch_session(session: int) -> None:
-    """Count a session that something else started among ours."""
+    """Count a session among ours; the watchdog ends it if this process is killed."""
+    global _watchdog
     _sessions.add(session)
+    if _watchdog is None:
+        read, write = os.pipe()
+        subprocess.Popen(
+            [sys.executable, "-S", watchdog.__file__, str(read)], pass_fds=[read], start_new_session=True, cwd="/"
+        )
+        os.close(read)
+        _watchdog = os.fdopen(write, "w", buffering=1)
+    _watchdog.write(f"+{session}\n")
+
+
+def forget_session(session: int) -> None:
+    """It has ended: its number may come back as somebody else's."""
+    _sessions.discard(session)
+    if _watchdog is not None:
+        _watchdog.write(f"-{session}\n")
 
 
 def survivors() -> dict[int, str]:
@@ -145,7 +159,7 @@ def survivors() -> dict[int, str]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            session = _session_of(int(entry.name))
+            session = session_of(int(entry.name))
             # A process that renamed itself may have overwritten its environment: hence the session as well.
             if session in _sessions or (session and mark in (entry / "environ").read_bytes().split(b"\0")):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]

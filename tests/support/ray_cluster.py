@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.support.process import free_ports, watch_session
+from tests.support.process import forget_session, free_ports, watch_session
 
 
 class RayCluster:
@@ -49,6 +49,8 @@ class RayCluster:
 
         try:
             local_cluster.stop(grace=5)
+            for session in self.record.sessions:
+                forget_session(session)
         finally:
             self._clean()
 

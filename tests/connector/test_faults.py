@@ -1,0 +1,89 @@
+"""Children that fail for good, or at the worst moment: nobody's blocks and nobody's requests wait for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_config import child
+from tests.support.fake_worker import Bench
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_child_that_never_comes_back_keeps_no_block(asynchronous: bool, ranks: int) -> None:
+    """It goes down in the very step that plans a load from it, and its hosts can't be started again."""
+    script = {"hit": 64, "asynchronous": asynchronous, "saves": True, "raykv": {"max_faults": 1}}
+    with Bench([child("A", **script), child("B", saves=True)], ranks=ranks) as bench:
+        bench.hosts.unstartable.add("A")
+        bench.child("A").raises["update_state_after_alloc"] = 1
+        bench.add(100)
+        bench.finish("r0")
+        bench.until(lambda: bench.used_blocks == 0, "the blocks of the lost child")
+        assert not bench.half.children[0].up
+        bench.hosts.unstartable.clear()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        "request_finished",
+        "take_events",
+    ],
+)
+def test_a_scheduler_half_that_raises_disturbs_nobody(hook: str, ranks: int, hosted: bool, overlap: bool) -> None:
+    children = [child("A", hosted, hit=64, saves=True, owes=True, auto_send=True), child("B", hosted, saves=True)]
+    with Bench(children, ranks=ranks, async_scheduling=overlap) as bench:
+        bench.child("A").raises[hook] = 1
+        for i in range(3):
+            bench.add(100, seed=i)
+        bench.run()
+        assert bench.child("A").raises[hook] == 0, "the hook was not called"
+        assert bench.total("B", "load_failures") == 0
+        assert len(bench.child("B").store) == 3 * 6 * len(bench.runner.layers) * ranks
+
+
+@pytest.mark.parametrize("hook", ["start_load_kv", "save_kv_layer", "wait_for_save", "get_transfer_results", "copy"])
+def test_a_worker_half_that_raises_disturbs_nobody(hook: str, ranks: int, overlap: bool) -> None:
+    limits = {"load_timeout_s": 0.3}  # a child that raises in the middle of a load may forget it
+    children = [child("A", hit=64, saves=True, owes=True, auto_send=True, raykv=limits), child("B", saves=True)]
+    with Bench(children, ranks=ranks, async_scheduling=overlap) as bench:
+        bench.child("A").raises[hook] = 1
+        for i in range(3):
+            bench.add(100, seed=i)
+        bench.run()
+        assert bench.child("A").raises[hook] == 0, "the hook was not called"
+        assert len(bench.child("B").store) == 3 * 6 * len(bench.runner.layers) * ranks
+
+
+def test_failed_loads_do_not_block_each_other(hosted: bool, overlap: bool) -> None:
+    """vLLM counts blocks for requests whose load failed as reserved, and takes no other load for any of them."""
+    children = [child("A", hosted, hit=64, failing="request", auto=False), child("B", hosted, hit=64)]
+    with Bench(children, async_scheduling=overlap, num_blocks=24) as bench:
+        for i in range(3):
+            bench.add(100, seed=i)
+        for name in list(bench.results):
+            bench.wait_for_kv(name)
+        for name in bench.results:
+            bench.child("A").report("recv", name)
+        bench.run()
+
+
+def test_a_host_that_hangs_is_replaced(ranks: int, overlap: bool) -> None:
+    children = [child("A", hit=64, saves=True, raykv={"timeout_s": 0.1}), child("B", saves=True)]
+    with Bench(children, ranks=ranks, async_scheduling=overlap) as bench:
+        bench.add(100)
+        bench.step(2)
+        bench.host("A").stop()
+        bench.add(100, seed=1)
+        bench.finish("r0", "r1")
+        bench.until(lambda: bench.half.children[0].up and bench.host("A").incarnation > 0, "A to come back")
+        written = len(bench.child("A").written)
+        bench.add(100, seed=2)
+        bench.run()
+        assert len(bench.child("A").written) == written + 4
