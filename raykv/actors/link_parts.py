@@ -16,6 +16,8 @@ from raykv.types import Incarnation, RequestId, StepId
 LOOKS_PER_LIMIT = 4
 """How often within `timeout_s` a host that does not answer a call is asked whether its hooks go on."""
 STATUS_LIMIT_S = 2.0
+ALIVE_CHECK_S = 0.25
+"""How often a host that has a call is looked at in the kernel (a pidfd poll, microseconds)."""
 
 
 class LinkState(enum.Enum):
@@ -93,13 +95,20 @@ def bounded_call(host: Host, records: Sequence[StepRecord], wait_s: float, limit
     Raises RayKVError when no hook has returned for `limit_s`, or when the host died or the call itself raised.
     """
     pause = limit_s / LOOKS_PER_LIMIT
+    slice_s = min(pause, ALIVE_CHECK_S)
     moved, ticks = time.monotonic(), -1
+    look_at = moved + wait_s + pause
     resume = False
     while True:
         try:
-            return host.resume(pause) if resume else host.run(records, wait_s, wait_s + pause)
+            return host.resume(slice_s) if resume else host.run(records, wait_s, wait_s + slice_s)
         except HostTimeout as error:
             resume = True
+            if not host.alive():  # Ray may take seconds to say so
+                raise RayKVError("its process ended") from error
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + pause
             seen = _ticks(host, min(pause, STATUS_LIMIT_S))
             now = time.monotonic()
             if seen is not None and seen != ticks:

@@ -33,7 +33,7 @@ from tests.support.fake_executor import FakeExecutor
 from tests.support.fake_model import FakeRunner, continuation
 from tests.support.in_process_hosts import FakeProcess, Hosts
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for what must come; never a measure of speed."""
 
 

@@ -124,7 +124,7 @@ class ProcessGroup:
         # A segment that nobody has mapped is nobody's. A semaphore may be another session's, so it stays then.
         shared = other_sessions()
         for name in orphans - mapped_shm():
-            if name.startswith("psm_") or not shared:
+            if name.startswith(("psm_", "vllm_")) or not shared:
                 (SHM / name).unlink(missing_ok=True)
         if self.log in active_logs:
             active_logs.remove(self.log)
