@@ -19,11 +19,11 @@ demo: setup  ## a real model, two real children in Ray actors, a child killed (M
 
 test: setup lint unit integration  ## all that must pass before a change goes in
 
-unit: setup  ## tests that neither import vLLM nor start Ray
-	$(PY) -m pytest tests -m 'not vllm and not ray and not engine and not soak'
+unit: setup  ## tests without Ray, vLLM and other processes that import torch
+	$(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'
 
-integration: setup  ## tests on vLLM's own classes, on a local Ray, on real engines
-	$(PY) -m pytest tests -m '(vllm or ray or engine) and not soak'
+integration: setup  ## tests with other processes, vLLM's own classes, a local Ray, real engines
+	$(PY) -m pytest tests -m '(process or vllm or ray or engine) and not soak'
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

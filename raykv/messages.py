@@ -36,6 +36,7 @@ class EventKind(enum.Enum):
     RECV_DONE = "recv_done"  # the child finished an asynchronous load, well
     RECV_FAILED = "recv_failed"  # the load ended and its blocks are not valid; nothing writes them any more
     SEND_DONE = "send_done"  # the child no longer reads a finished request's blocks
+    SEND_UNASKED = "send_unasked"  # the child reported a send that it does not, or not yet, owe: proof of nothing
     SYNC_FAILED = "sync_failed"  # a synchronous load failed; the step's forward pass ran on garbage
     DOWN = "down"  # the process is dead, confirmed; its incarnation holds nothing any more
     FAULT = "fault"  # the child raised in a hook that moves no data
@@ -96,6 +97,7 @@ class StepRecord:
     loads: tuple[LoadOrder, ...] = ()
     sync: bool = False
     finished: frozenset[RequestId] = frozenset()
+    owed: frozenset[RequestId] = frozenset()
     skip_saves: bool = False
     idle: bool = False
 
@@ -113,12 +115,14 @@ class HookFault:
 class HostReport:
     """What a host tells its worker after a batch of records (or a poll).
 
-    `sending`, `receiving` and `failed` are request ids as the child reported them. Objects of the child (its
+    `sending`, `receiving` and `failed` are request ids as the child reported them; `unasked` are sends of requests
+    that it does not owe. Objects of the child (its
     statistics, events, worker metadata) travel pickled, because this layer knows nothing of vLLM.
     """
 
     done_step: StepId | None = None
     sending: set[RequestId] = field(default_factory=set)
+    unasked: set[RequestId] = field(default_factory=set)
     receiving: set[RequestId] = field(default_factory=set)
     failed: set[RequestId] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)

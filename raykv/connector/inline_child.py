@@ -25,11 +25,13 @@ class InlineChild:
         self.index, self.rank, self.connector, self.saves = index, rank, connector, saves
         self._loads = OpenLoads()
         self._invalid: set[int] = set()
+        self._owed: set[str] = set()
         self.bound = False
 
     def bind(self, meta: Any, plan: ChildPlan) -> None:
         self.connector.bind_connector_metadata(meta)
         self._loads.begin(plan.loads, NEVER_DUE)
+        self._owed.update(plan.owed_sends)
         self.bound = True
 
     def clear(self) -> None:
@@ -53,10 +55,10 @@ class InlineChild:
                 map(RequestId, found.finished_recving), map(RequestId, found.failed_recving), invalid
             )
         ]
-        events += [
-            ChildEvent(EventKind.SEND_DONE, self.index, self.rank, Incarnation(0), RequestId(request))
-            for request in found.finished_sending
-        ]
+        for request in found.finished_sending:
+            kind = EventKind.SEND_DONE if request in self._owed else EventKind.SEND_UNASKED
+            self._owed.discard(request)
+            events.append(ChildEvent(kind, self.index, self.rank, Incarnation(0), RequestId(request)))
         stats = self.connector.get_kv_connector_stats()
         output = ChildWorkerOutput(
             worker_meta=self.connector.build_connector_worker_meta(),

@@ -70,6 +70,7 @@ class SchedulerHalf:
         self._echo: set[RequestId] = set()
         self._doubtful: set[ChildIndex] = set()
         self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
+        self._passed: dict[RequestId, set[ChildIndex]] = {}
         self._early_events: list[ChildEvent] = []
         self._event_joins = [EventJoin() for _ in self.children]
         self._sync_failed = False
@@ -103,6 +104,8 @@ class SchedulerHalf:
         if self._unproven.shared_by(request, num_computed_tokens):
             return None, False
         request_id, now = RequestId(request.request_id), time.monotonic()
+        if request_id in self._passed and vllm_compat.is_status(request, "PREEMPTED"):
+            del self._passed[request_id]
         for index in self._lookups.to_ask(request_id, num_computed_tokens, now):
             child = self.children[index]
             if request_id in child.known:
@@ -123,6 +126,7 @@ class SchedulerHalf:
             and child.config.options.load
             and request_id in child.known
             and self._ledger.may_load(request_id, child.index)
+            and child.index not in self._passed.get(request_id, ())
             for child in self.children
         }
         if self._stalls.is_withdrawn(request_id):
@@ -163,6 +167,8 @@ class SchedulerHalf:
                     lambda c, n=tokens: c.update_state_after_alloc(request, blocks, n),  # type: ignore[misc]
                     None,
                 )
+            if child.config.connector in vllm_compat.LOADS_AT_FIRST_ALLOCATION:
+                self._passed.setdefault(request_id, set()).add(child.index)
             if child.faulted:
                 # What it planned for this step is in doubt, so nothing of it may run.
                 self._doubtful.add(child.index)
@@ -351,17 +357,16 @@ class SchedulerHalf:
             returned.append((child.name, params))
             if delay or child.index in self._partial_tails.get(request_id, ()):
                 owed.append(child)
-        now = time.monotonic()
-        opened = [c for c in owed if self._ledger.open_send(request_id, c.index, c.incarnations, now)]
-        for child in opened:
+        for child in owed:
+            self._ledger.open_send(request_id, child.index, child.incarnations, time.monotonic())
             self._owed.setdefault(child.index, []).append(request_id)
         self._ledger.request_ended(request_id)
-        self._ledger.forget_early(request_id, [c.index for c in self.children])
-        if opened:
+        if owed:
             self._pins.hold(request_id, block_ids)
         self._partial_tails.pop(request_id, None)
-        self._pins.close(request_id, self._fence(), [c.index for c in opened])
+        self._pins.close(request_id, self._fence(), [c.index for c in owed])
         self._lookups.forget(request_id)
+        self._passed.pop(request_id, None)
         self._stalls.taken(request_id)
         self._chosen_computed.pop(request_id, None)
         self._requests.pop(request_id, None)

@@ -31,6 +31,10 @@ step needs no call. (NixlPush polls its own peers, so its steps are always sent.
 LOADS_IN_THE_HOOK = frozenset({"ExampleConnector"})
 """Connectors whose loads and saves end inside their hook, with no thread behind: an exception settles them."""
 
+LOADS_AT_FIRST_ALLOCATION = frozenset({"LMCacheMPConnector"})
+"""Connectors that start a load only in a request's first `update_state_after_alloc` since it arrived or was preempted:
+asked again after another child's load failed, LMCacheMP promises tokens that it then never loads (lmcache 0.5.6)."""
+
 PD_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector"}
 )

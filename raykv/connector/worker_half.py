@@ -198,6 +198,7 @@ class WorkerHalf:
             loads=() if before else plan.loads,
             sync=bool(plan.sync_loads),
             finished=frozenset() if before else plan.finished,
+            owed=frozenset() if before else frozenset(plan.owed_sends),
             skip_saves=skip_saves,
             idle=plan.idle,
         )

@@ -80,7 +80,6 @@ class Ledger:
         self._ranks = frozenset(Rank(r) for r in range(num_ranks))
         self._loads: dict[RequestId, Load] = {}
         self._sends: dict[tuple[RequestId, ChildIndex], list[Send]] = {}
-        self._early: Counter[tuple[RequestId, ChildIndex, Rank]] = Counter()
         self._attempts: dict[RequestId, Attempt] = {}
         self._failed_on: dict[RequestId, set[ChildIndex]] = {}
         self._alive: set[RequestId] = set()
@@ -120,29 +119,9 @@ class Ledger:
 
     def open_send(
         self, request: RequestId, child: ChildIndex, incarnations: tuple[Incarnation, ...], now: float
-    ) -> bool:
-        """The child reads the ended request's blocks until it reports. False if it already has, everywhere."""
-        waiting = set()
-        for rank in self._ranks:
-            key = (request, child, rank)
-            if self._early[key] > 0:
-                self._early[key] -= 1
-            else:
-                waiting.add(rank)
-        self._forget_early(request, child)
-        if not waiting:
-            return False
-        self._sends.setdefault((request, child), []).append(Send(incarnations, waiting, now))
-        return True
-
-    def forget_early(self, request: RequestId, children: Sequence[ChildIndex]) -> None:
-        """The request ended and these children owe nothing for it."""
-        for child in children:
-            self._forget_early(request, child)
-
-    def _forget_early(self, request: RequestId, child: ChildIndex) -> None:
-        for rank in self._ranks:
-            self._early.pop((request, child, rank), None)
+    ) -> None:
+        """The child reads the ended request's blocks until it reports, on every rank."""
+        self._sends.setdefault((request, child), []).append(Send(incarnations, set(self._ranks), now))
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -210,11 +189,11 @@ class Ledger:
                 else:
                     self._settle_send(event.request, event.child, send, event.rank, settled)
                 return
-        if event.request in self._alive:
-            # Reported before the request's end, so before anything was owed: keep it for that moment.
-            self._early[(event.request, event.child, event.rank)] = 1
-        else:
-            self._drop(event, Drop.UNKNOWN)
+        self._drop(event, Drop.UNKNOWN)
+
+    def _send_unasked(self, event: ChildEvent, settled: Settled) -> None:
+        """Also when the send has been opened meanwhile: the child said so before it could know of it."""
+        self._drop(event, Drop.UNKNOWN)
 
     def _settle_send(self, request: RequestId, child: ChildIndex, send: Send, rank: Rank, settled: Settled) -> None:
         send.waiting.discard(rank)
@@ -282,15 +261,13 @@ class Ledger:
         for key, sends in self._sends.items():
             if not sends or any(not send.waiting for send in sends):
                 raise IntegrityError(f"send {key} waits for nothing")
-        for request, _, _ in self._early:
-            if request not in self._alive:
-                raise IntegrityError(f"an early report is kept for {request}, which has ended")
 
 
 _HANDLERS: dict[EventKind, Callable[[Ledger, ChildEvent, Settled], None]] = {
     EventKind.RECV_DONE: Ledger._recv,
     EventKind.RECV_FAILED: Ledger._recv,
     EventKind.SEND_DONE: Ledger._send,
+    EventKind.SEND_UNASKED: Ledger._send_unasked,
     EventKind.SYNC_FAILED: Ledger._sync_failed,
     EventKind.DOWN: Ledger._down,
     EventKind.FAULT: Ledger._fault,

@@ -234,3 +234,17 @@ def test_without_a_host_to_kill_a_broken_promise_waits(ranks: int, overlap: bool
         assert bench.used_blocks == 5
         bench.child("A").report("send", "r0")
         bench.until(lambda: bench.used_blocks == 0)
+
+
+@pytest.mark.parametrize("hosted", [True, False], ids=["hosted", "inline"])
+def test_a_send_reported_too_early_frees_nothing(hosted: bool) -> None:
+    """A report of a living request is no proof that the child will not read its blocks when it has ended."""
+    with Bench([child("A", hosted, saves=True, owes=True)], num_blocks=16) as bench:
+        bench.add(60, max_tokens=12)
+        bench.step(3)
+        bench.child("A").report("send", "r0")
+        bench.finish("r0")
+        bench.step(4)
+        assert bench.used_blocks > 0
+        bench.child("A").report("send", "r0")
+        bench.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -202,8 +203,8 @@ def test_faults_count() -> None:
 
 def test_scenario_3_a_send_is_owed_by_each_child_and_each_rank() -> None:
     ledger = a_ledger()
-    assert ledger.open_send(R, A, incarnations(0, 0), NOW)
-    assert ledger.open_send(R, B, incarnations(0, 0), NOW)
+    ledger.open_send(R, A, incarnations(0, 0), NOW)
+    ledger.open_send(R, B, incarnations(0, 0), NOW)
     ledger.request_ended(R)
     assert nothing(ledger.apply([sent(0), sent(0), sent(0, B)]))
     assert ledger.apply([sent(1)]).sends == {(R, A)}
@@ -218,43 +219,23 @@ def test_scenario_3_a_send_is_owed_by_each_child_and_each_rank() -> None:
 def test_scenario_2_aborted_with_a_load_and_a_send_open(order: tuple[ChildEvent, ...], together: bool) -> None:
     ledger = a_ledger(ranks=1)
     ledger.open_load(R, A)
-    assert ledger.open_send(R, B, incarnations(0), NOW)
+    ledger.open_send(R, B, incarnations(0), NOW)
     ledger.request_ended(R)
-    ledger.forget_early(R, [A, B])
     results = [ledger.apply(order)] if together else [ledger.apply([e]) for e in order]
     assert [r.tell for r in results if r.tell] == [{R}]
     assert [r.sends for r in results if r.sends] == [{(R, B)}]
     assert ledger.unsettled == 0
 
 
-def test_a_send_that_was_reported_before_the_request_ended() -> None:
+def test_a_send_that_was_reported_before_it_was_owed_settles_nothing() -> None:
     ledger = a_ledger()
-    assert nothing(ledger.apply([sent(1), sent(1)]))
-    assert ledger.open_send(R, A, incarnations(0, 0), NOW), "rank 0 still reads"
+    unasked = replace(sent(1), kind=EventKind.SEND_UNASKED)
+    assert nothing(ledger.apply([sent(1), unasked]))
+    ledger.open_send(R, A, incarnations(0, 0), NOW)
     ledger.request_ended(R)
-    ledger.forget_early(R, [A, B])
-    assert nothing(ledger.apply([sent(1)]))
-    assert ledger.apply([sent(0)]).sends == {(R, A)}
-
-
-def test_a_send_that_all_ranks_have_reported_early_is_not_opened() -> None:
-    ledger = a_ledger()
-    ledger.apply([sent(1), sent(0)])
-    assert not ledger.open_send(R, A, incarnations(0, 0), NOW)
-    assert ledger.unsettled == 0
-    assert ledger.open_send(R, A, incarnations(0, 0), NOW), "an early report counts once"
-
-
-def test_early_reports_of_a_child_that_owes_nothing_are_forgotten() -> None:
-    ledger = a_ledger()
-    ledger.apply([sent(0), sent(1, B)])
-    ledger.request_ended(R)
-    with pytest.raises(IntegrityError):
-        ledger.check_integrity()
-    ledger.forget_early(R, [A, B])
-    ledger.check_integrity()
-    assert nothing(ledger.apply([sent(0)]))
-    assert ledger.dropped == {(A, Drop.UNKNOWN): 1}
+    assert nothing(ledger.apply([unasked, sent(0)])), "rank 1 still reads, whatever it said too early"
+    assert ledger.apply([sent(1)]).sends == {(R, A)}
+    assert ledger.dropped[(A, Drop.UNKNOWN)] == 3
 
 
 def test_a_send_is_settled_by_the_incarnation_that_reads_only() -> None:

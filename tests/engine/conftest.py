@@ -42,6 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+PATIENT = {"timeout_s": 60, "load_timeout_s": 120}
+"""Limits for tests that are not about limits: a shared machine can stand still for many seconds."""
+
+
 class Children:
     """The hosted children of an engine, seen by vLLM's own metrics."""
 
@@ -106,11 +110,11 @@ def offload_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Offload]:
     folder = tmp_path_factory.mktemp("offload")
-    limits = {"timeout_s": 3, "load_timeout_s": 20, "max_faults": 3, "fault_window_s": 30, "retry_s": 1}
+    limits = {"timeout_s": 5, "load_timeout_s": 30, "max_faults": 3, "fault_window_s": 30, "retry_s": 1}
     children = [
         file_child(folder, warm_spare=True, **limits),
-        example_child(folder / "example", timeout_s=5),
-        lmcache_server.child(timeout_s=5),
+        example_child(folder / "example", **PATIENT),
+        lmcache_server.child(**PATIENT),
     ]
     env = {**ray_cluster.env, "PYTHONPATH": os.getcwd()}
     with Engine(tiny_model, multi(children), env=env) as engine:

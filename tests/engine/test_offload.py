@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.engine.conftest import Offload
@@ -14,31 +16,30 @@ def answers(offload: Offload, name: str) -> list[int]:
     return offload.engine.generate(PROMPTS[name], MAX_TOKENS).token_ids
 
 
-def loaded(offload: Offload, child: str) -> int:
-    return offload.children.metric("tokens_loaded", child)
+def loads(offload: Offload, child: str, name: str, baseline: dict[str, list[int]], tokens: int) -> None:
+    """A warm request takes exactly so many tokens from the child."""
+    for _ in range(4):  # once, unless the machine stood still for longer than the child's limit
+        before = offload.children.metric("tokens_loaded", child)
+        assert answers(offload, name) == baseline[name]
+        offload.engine.forget()
+        if offload.children.metric("tokens_loaded", child) - before == tokens:
+            return
+        time.sleep(3)
+    raise AssertionError(f"{name} did not load {tokens} tokens from {child}")
 
 
 def test_cold_then_warm_from_each_child(offload: Offload, baseline: dict[str, list[int]]) -> None:
     """Scenario 5 too: the cold request stored every full block in every child."""
     assert answers(offload, "long") == baseline["long"]
     offload.engine.forget()
-
-    before = loaded(offload, "FileChild")
-    assert answers(offload, "long") == baseline["long"]
-    offload.engine.forget()
     full_blocks = (len(PROMPTS["long"]) - 1) // 32 * 32
-    assert loaded(offload, "FileChild") - before == full_blocks
-
+    loads(offload, "FileChild", "long", baseline, full_blocks)
     offload.set("miss")
-    before = loaded(offload, "ExampleConnector")
-    assert answers(offload, "long") == baseline["long"]
-    offload.engine.forget()
-    assert loaded(offload, "ExampleConnector") - before == full_blocks
-
+    loads(offload, "ExampleConnector", "long", baseline, full_blocks)
     # ExampleConnector knows whole prompts only; LMCache has the chunks that `branch` shares with `long`.
-    before = loaded(offload, "LMCacheMPConnector")
+    before = offload.children.metric("tokens_loaded", "LMCacheMPConnector")
     assert answers(offload, "branch") == baseline["branch"]
-    assert loaded(offload, "LMCacheMPConnector") - before == 800 // 128 * 128
+    assert offload.children.metric("tokens_loaded", "LMCacheMPConnector") - before == 800 // 128 * 128
 
 
 def test_many_requests_at_once(offload: Offload, baseline: dict[str, list[int]]) -> None:

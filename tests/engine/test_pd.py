@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import Children
+from tests.engine.conftest import PATIENT, Children
 from tests.support.configs import example_child, multi, nixl_child
 from tests.support.engine import Engine, Result
 from tests.support.lmcache_server import LMCacheServer
@@ -61,7 +62,11 @@ def pair(
     try:
         for role, cpu in (("kv_producer", "0"), ("kv_consumer", "1")):
             # Under its own name HMA stays on in both, although ExampleConnector lacks it: NIXL compares that.
-            children = [example_child(folder / role), nixl_child(role), lmcache_server.child()]
+            children = [
+                example_child(folder / role, **PATIENT),
+                nixl_child(role, **PATIENT),
+                lmcache_server.child(**PATIENT),
+            ]
             config = multi(children, kv_connector="RayMultiConnector", kv_buffer_device="cpu")
             env = {
                 **ray_cluster.env,
@@ -112,12 +117,18 @@ def test_the_loser_does_not_write(pair: Pair, baseline: dict[str, list[int]]) ->
 
 
 def test_the_prefill_side_comes_back(pair: Pair, baseline: dict[str, list[int]]) -> None:
-    """A killed NIXL host is rebuilt under a new engine id, and transfers work again."""
+    """A killed NIXL host is rebuilt under a new engine id, and transfers work again; tokens are right all the time."""
     children = Children(pair.prefill)
     old = children.kill("NixlConnector")
+    assert pair.prefill.generate(PROMPTS["crowd0"], MAX_TOKENS).token_ids == baseline["crowd0"]
     children.wait_back("NixlConnector", old)
     pair.forget()
     before = Children(pair.decode).metric("tokens_loaded", "NixlConnector")
-    assert pair.run("crowd5").token_ids == baseline["crowd5"]
-    assert Children(pair.decode).metric("tokens_loaded", "NixlConnector") - before == len(PROMPTS["crowd5"])
-    pair.forget()
+    # NIXL waits 5 s for a handshake and then avoids that peer for a while: on a busy machine it may need another try.
+    for name in ("crowd5", "crowd4", "crowd3", "crowd2", "crowd1"):
+        assert pair.run(name).token_ids == baseline[name]
+        pair.forget()
+        if Children(pair.decode).metric("tokens_loaded", "NixlConnector") == before + len(PROMPTS[name]):
+            return
+        time.sleep(5)
+    raise AssertionError("no request was transferred after the prefill side came back")

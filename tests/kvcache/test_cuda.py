@@ -16,6 +16,8 @@ from raykv.kvcache import cuda_ipc
 from raykv.kvcache.fence import CpuFence, FenceHandle, new_fence, open_fence
 from raykv.kvcache.handles import CudaStorageHandle, Origin
 
+pytestmark = pytest.mark.process
+
 HAS_GPU = torch.cuda.is_available()
 HANDLE = CudaStorageHandle("1234-uuid", b"\2c" + bytes(64), 8, 0, b"/torch_1_2_3", 0, bytes(64), True)
 

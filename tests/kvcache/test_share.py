@@ -13,6 +13,8 @@ import torch
 from raykv.errors import KVCacheExportError, KVCacheOpenError
 from raykv.kvcache.share import export_kv_caches, open_kv_caches
 
+pytestmark = pytest.mark.process
+
 
 def vllm_like():
     """Views as vLLM hands them over: one storage for two layers, interleaved layers, mamba's list."""

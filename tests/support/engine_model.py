@@ -86,7 +86,6 @@ class Host:
     queue: deque[Record] = field(default_factory=deque)
     loads: list[Load] = field(default_factory=list)
     sends: dict[RequestId, frozenset[int]] = field(default_factory=dict)
-    early: set[RequestId] = field(default_factory=set)
     events: list[ChildEvent] = field(default_factory=list)
     done: StepId | None = None
     history: list[ChildEvent] = field(default_factory=list)
@@ -133,7 +132,7 @@ class Host:
             truth(load, self.rank, False)
             self.emit(EventKind.RECV_FAILED, load.request.id, load.attempt)
         self.emit(EventKind.DOWN)
-        self.loads, self.sends, self.early = [], {}, set()
+        self.loads, self.sends = [], {}
 
     def come_back(self) -> None:
         self.incarnation = Incarnation(self.incarnation + 1)
@@ -252,14 +251,14 @@ class Engine:
         for c in owed:
             for rank in self.ranks:
                 host = self.host(c, rank)
-                if self.serves(host, request) and request.id not in host.early:
+                if self.serves(host, request):
                     host.sends[request.id] = blocks
-        opened = [c for c in owed if self.ledger.open_send(request.id, c, self.children[c].incarnations, 0.0)]
+        for c in owed:
+            self.ledger.open_send(request.id, c, self.children[c].incarnations, 0.0)
         self.ledger.request_ended(request.id)
-        self.ledger.forget_early(request.id, range(len(self.children)))
-        if opened and not self.pins.is_open(request.id):
+        if owed and not self.pins.is_open(request.id):
             self._pin(request, request.blocks)
-        self.pins.close(request.id, self._fence(), opened)
+        self.pins.close(request.id, self._fence(), owed)
         if request.id not in self.held:
             self._vllm_frees(request)
         request.state = State.ENDED
