@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import process
 
 if TYPE_CHECKING:
     from tests.support.lmcache_server import LMCacheServer
     from tests.support.ray_cluster import RayCluster
+
+
+# A shared machine can stand still in the middle of an example: time says nothing about the code.
+settings.register_profile("raykv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("raykv")
 
 
 @pytest.fixture(scope="session", autouse=True)
