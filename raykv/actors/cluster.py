@@ -255,7 +255,7 @@ def _init(target: str, namespace: str) -> None:
             logging_level=logging.WARNING,
             configure_logging=False,
         )
-        error_listener.calm(ray._private.worker.global_worker)
+        error_listener.silence(ray._private.worker.global_worker)
     except Exception as error:
         ray.shutdown()
         text = " ".join(str(error).split())

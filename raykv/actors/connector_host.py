@@ -7,7 +7,6 @@ sockets). The control group answers beside it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import queue
@@ -17,7 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from raykv.actors.host_base import HostBase
+from raykv.actors.host_base import HostBase, be_as_nice_as_others, owner_pid
+from raykv.actors.processes import off_core_of
 from raykv.messages import HostReport, HostStatus, Phase, StepRecord
 from raykv.types import Incarnation, Rank
 
@@ -52,10 +52,11 @@ class ConnectorHost(HostBase):
 
     def __init__(self, factory: str, label: str) -> None:
         self._label = label
-        _be_as_nice_as_others()
+        be_as_nice_as_others()
         module, _, name = factory.partition(":")
         # Import now: this is the slow part of a start, and a warm spare has it behind it.
-        self._factory: Callable[[bytes], Runtime] = getattr(importlib.import_module(module), name)
+        with off_core_of(owner_pid() or 0):
+            self._factory: Callable[[bytes], Runtime] = getattr(importlib.import_module(module), name)
         self._runtime: Runtime | None = None
         self._handshake: bytes | None = None
         self._registered = False
@@ -160,9 +161,3 @@ class ConnectorHost(HostBase):
             future.result(wait_s)
         finally:
             self.retire()
-
-
-def _be_as_nice_as_others() -> None:
-    """Undo the niceness that Ray gives its workers, where that is allowed: a request may wait for this process."""
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, 0)

@@ -1,5 +1,6 @@
 """What every actor that RayKV launches has in common. A plain class: it runs, and is tested, without Ray."""
 
+import contextlib
 import os
 import platform
 import threading
@@ -76,6 +77,27 @@ class HostBase:
     def info(self) -> dict[str, Any]:
         """HostInfo as plain values: the other side may run another RayKV and must be able to say so."""
         return own_info()
+
+
+def be_as_nice_as_others() -> None:
+    """Undo what puts Ray's workers behind, where that is allowed: a request may wait for this process.
+
+    Ray gives them niceness 15. And Linux, where its autogroups are on, weighs whole sessions against each other: beside
+    an engine whose two workers spin on two cores, all of Ray's session got 5 % of them. So this process leaves for a
+    session of its own. It ends with its owner and with its raylet as before; neither looks for it by session.
+    """
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    with contextlib.suppress(OSError):
+        if os.getpgid(0) == os.getpid():  # the leader of a process group may not leave
+            os.setpgid(0, os.getpgid(os.getppid()))
+        os.setsid()
+
+
+def owner_pid() -> int | None:
+    """The process that owns this one; None outside an actor that RayKV launched."""
+    owner = os.environ.get(OWNER_VARIABLE)
+    return None if owner is None else int(owner.partition(":")[0])
 
 
 def own_info() -> dict[str, Any]:

@@ -33,6 +33,7 @@ from raykv.actors.processes import (
     command_of,
     end_all,
     environment_of,
+    parent_of,
     pids,
     session_of,
     start_time,
@@ -282,8 +283,11 @@ def _wait_for_port(record: ClusterRecord, child: subprocess.Popen, timeout: floa
 
 
 def _members(sessions: list[int]) -> list[int]:
+    """All in these sessions, and the actors that have left for one of their own (`host_base.be_as_nice_as_others`)."""
     wanted = set(sessions)
-    return [pid for pid in pids() if session_of(pid) in wanted and command_of(pid)]
+    all_pids = list(pids())
+    inside = {pid for pid in all_pids if session_of(pid) in wanted}
+    return [pid for pid in all_pids if (pid in inside or parent_of(pid) in inside) and command_of(pid)]
 
 
 def _end(which: list[int], grace: float) -> list[int]:

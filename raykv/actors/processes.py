@@ -26,6 +26,11 @@ def session_of(pid: int) -> int | None:
     return _stat_field(pid, 6)
 
 
+def parent_of(pid: int) -> int | None:
+    """The process that started `pid`, or took it over. None: no such process."""
+    return _stat_field(pid, 4)
+
+
 def _stat_field(pid: int, number: int) -> int | None:
     """A field of /proc/PID/stat, numbered as in proc(5)."""
     try:
@@ -156,3 +161,33 @@ def end_all(processes: list[Pidfd], grace: float) -> list[int]:
             process.signal(number)
         processes = [p for p in processes if not p.wait(max(0.0, deadline - time.monotonic()))]
     return [process.pid for process in processes]
+
+
+@contextlib.contextmanager
+def off_core_of(pid: int) -> Iterator[None]:
+    """Meanwhile, keep this process off the one core that the main thread of `pid` is bound to. For a start-up.
+
+    vLLM's CPU worker is bound so, and never sleeps between steps. On a machine of two cores, a process that started
+    on that core got 5 % of it for minutes while the other core was idle: not every kernel moves it away. Nothing is
+    done where that thread is not bound to one core (a GPU's worker), or no other core is left. Not for longer than a
+    start-up: NIXL's threads, kept on one core with another engine's worker, stood still.
+    """
+    allowed = os.sched_getaffinity(0)
+    try:
+        bound = os.sched_getaffinity(pid)
+    except OSError:
+        bound = set()
+    if len(bound) != 1 or not allowed - bound:
+        yield
+        return
+    _run_on(allowed - bound)
+    try:
+        yield
+    finally:
+        _run_on(allowed)
+
+
+def _run_on(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(thread), cores)

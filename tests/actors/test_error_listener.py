@@ -1,41 +1,50 @@
-"""The pause in Ray's error listener."""
+"""The end of Ray's error listener."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
-import pytest
-
-from raykv.actors import error_listener
-from raykv.actors.error_listener import PatientSubscriber, calm
+from raykv.actors.error_listener import NoErrors, silence
 
 
 class Subscriber:
-    def __init__(self, answers: list[tuple[str | None, str | None]]) -> None:
-        self._answers = answers
-        self.closed = False
+    """As Ray's: a poll ends by a message or by `close`."""
 
-    def poll(self) -> tuple[str | None, str | None]:
-        return self._answers.pop(0)
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self.polls = 0
+
+    def poll(self) -> tuple[None, None]:
+        self.polls += 1
+        self.closed.wait(30)
+        return None, None
 
     def close(self) -> None:
-        self.closed = True
+        self.closed.set()
 
 
-def test_it_pauses_only_after_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(error_listener.time, "sleep", pauses.append)
-    subscriber = PatientSubscriber(Subscriber([("key", "error"), (None, None)]))
-    assert subscriber.poll() == ("key", "error") and not pauses
-    assert subscriber.poll() == (None, None) and pauses == [error_listener.PAUSE_S]
-
-
-def test_it_is_put_in_once() -> None:
-    own = Subscriber([])
+def test_a_listener_that_waits_comes_to_rest_and_can_be_ended() -> None:
+    own = Subscriber()
     worker = SimpleNamespace(gcs_error_subscriber=own)
-    calm(worker)
-    calm(worker)
-    assert isinstance(worker.gcs_error_subscriber, PatientSubscriber)
+    stopped = threading.Event()
+
+    def listen() -> None:
+        while not stopped.is_set():
+            worker.gcs_error_subscriber.poll()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    silence(worker)
+    replaced = worker.gcs_error_subscriber
+    silence(worker)
+    assert isinstance(replaced, NoErrors) and worker.gcs_error_subscriber is replaced
+    assert own.closed.is_set() and own.polls <= 1
+    stopped.set()
     worker.gcs_error_subscriber.close()
-    assert own.closed
-    calm(SimpleNamespace())
+    listener.join(30)
+    assert not listener.is_alive()
+
+
+def test_a_worker_without_a_listener_is_left_alone() -> None:
+    silence(SimpleNamespace())

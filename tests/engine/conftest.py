@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ ORDER = (
     "test_pd",
     "test_tensor_parallel",
     "test_start_errors",
+    "test_tiers",
     "test_offload",
     "test_faults",
     "test_storm",
@@ -61,8 +63,8 @@ class Children:
         return self.metric("child_host_pid", child)
 
     def kill(self, child: str, with_signal: int = signal.SIGKILL) -> int:
-        pid = self.pid(child)
-        assert pid, f"{child} has no host to kill"
+        while not (pid := self.pid(child)):  # known from its first report on
+            self._engine.generate([7, 8, 9], 1)
         os.kill(pid, with_signal)
         return pid
 
@@ -78,9 +80,10 @@ class Children:
 class Offload:
     """An engine with three offload children: FileChild (steered by the tests), Example and LMCacheMP."""
 
-    def __init__(self, engine: Engine, control: Path) -> None:
+    def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
-        self.control = control
+        self.folder = folder
+        self.control = folder / "control"
         self.children = Children(engine)
         self.all_free = engine.free_blocks()
 
@@ -90,6 +93,15 @@ class Offload:
             path.unlink(missing_ok=True)
         for name in names:
             (self.control / name).touch()
+
+    def empty_folders(self) -> None:
+        """FileChild and Example hold nothing any more, so that a test finds the same when it is tried again."""
+        for part in ("blocks", "example"):
+            for entry in (self.folder / part).glob("*"):
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
 
     def wait_for(self, marker: str) -> None:
         wait_until(lambda: (self.control / marker).exists(), f"{marker} in FileChild")
@@ -118,7 +130,7 @@ def offload_engine(
     ]
     env = {**ray_cluster.env, "PYTHONPATH": os.getcwd()}
     with Engine(tiny_model, multi(children), env=env) as engine:
-        yield Offload(engine, folder / "control")
+        yield Offload(engine, folder)
 
 
 @pytest.fixture
@@ -126,6 +138,7 @@ def offload(offload_engine: Offload) -> Iterator[Offload]:
     """The engine with nothing in vLLM's own prefix cache, and afterwards with every block free again."""
     offload_engine.set()
     offload_engine.engine.forget()
+    offload_engine.empty_folders()
     yield offload_engine
     offload_engine.set()
     offload_engine.engine.wait_free_blocks(offload_engine.all_free, timeout_s=30)

@@ -15,8 +15,7 @@ from tests.support.lmcache_server import LMCacheServer
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
 
-# Two ranks on two cores take the whole machine: vLLM's workers spin for each other, and everything beside them starves.
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
