@@ -73,3 +73,19 @@ class HostedConnectorError(RayKVError):
 
 class ChildStartError(RayKVError):
     """A child could not be started; the message carries the child's own reason."""
+
+
+class StoreError(RayKVError):
+    """The node's store can't be used by this engine as it is, or can't be reached. Raised at start-up."""
+
+
+class StorageError(RayKVError):
+    """A pool can't be opened, or was used after its end."""
+
+
+class DiskError(StorageError):
+    """A read or write of the disk pool failed. `fatal`: the medium is gone, not one block of it."""
+
+    def __init__(self, message: str, *, fatal: bool) -> None:
+        super().__init__(message)
+        self.fatal = fatal

@@ -25,3 +25,12 @@ Incarnation = NewType("Incarnation", int)
 
 BlockId = NewType("BlockId", int)
 """A block's place in the engine's paged KV cache; its owner changes over time."""
+
+StoreLife = NewType("StoreLife", str)
+"""One life of a node's store, from the start of its process to its end: unique."""
+
+JobId = NewType("JobId", int)
+"""A copy job of one engine, counted up by its scheduler half from 0; the same on every rank."""
+
+LeaseId = NewType("LeaseId", int)
+"""A promise of one life of a store not to evict some blocks; remote, and it expires."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from raykv.kvcache.fence import FenceHandle
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,14 @@ class KVCacheHandle:
     def nbytes(self) -> int:
         """Bytes of memory behind the handle; each storage counts once however many layers share it."""
         return sum(storage.size for storage in self.storages)
+
+
+@dataclass(frozen=True)
+class CacheHandles:
+    """The engine's KV cache and the fence behind its forward passes."""
+
+    caches: KVCacheHandle
+    fence: FenceHandle
 
 
 def _read(path: str) -> str:

@@ -1,0 +1,219 @@
+"""What crosses between an engine and the `NodeStore` of its node: plain frozen records, no heavy import.
+
+An engine's scheduler half asks and settles, its worker halves attach and hand over copy jobs. A job is numbered by
+the scheduler half and is the same on every rank; `store` in every answer names the life of the store that gave it,
+so that an answer of an older life is told from a current one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId, StoreLife
+
+FINGERPRINT_NBYTES = 16
+HASH_NBYTES = 32
+KEY_NBYTES = FINGERPRINT_NBYTES + 1 + HASH_NBYTES
+"""A BlockKey: fingerprint of a rank's KV cache, KV group, vLLM's block hash (shorter ones padded, longer digested)."""
+
+
+class Medium(enum.StrEnum):
+    """Where a tier's bytes live."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+class Cascade(enum.StrEnum):
+    """When a block goes on to the next tier: when this one needs its slot, or as soon as it is committed."""
+
+    EVICT = "evict"
+    WRITE = "write"
+
+
+class Eviction(enum.StrEnum):
+    """Who goes first when a tier is full."""
+
+    LRU = "lru"
+    S3FIFO = "s3fifo"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier. `capacity` in bytes of slots; `path` is the folder of a disk tier, None for host memory."""
+
+    medium: Medium
+    capacity: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """A node's store as its first engine wants it; fastest tier first.
+
+    `slot_nbytes` is a multiple of 4096; 0: that of the first engine's largest block, rounded up.
+    `checksum` False trades the check of every read for speed; what a store then recovers is not served.
+    """
+
+    name: str
+    tiers: tuple[TierSpec, ...]
+    slot_nbytes: int = 0
+    checksum: bool = True
+    eviction: Eviction = Eviction.LRU
+    cascade: Cascade = Cascade.EVICT
+    lease_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV group: its layers in the order in which their bytes lie in a slot, and what a prefix needs of it.
+
+    `window_blocks` 0: all blocks of the prefix (full attention); else only that many last ones (sliding window).
+    """
+
+    layers: tuple[str, ...]
+    window_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankAttach:
+    """One worker of an engine joins. `caches` is the pickled handle of its KV cache and of its forward fence.
+
+    `fingerprint` decides who shares (FINGERPRINT_NBYTES). `writes` False: this rank's bytes are another rank's too
+    (MLA), so it loads under that fingerprint and saves nothing. `pid` and `started` (clock ticks) are the worker's.
+    """
+
+    engine: EngineId
+    rank: Rank
+    num_ranks: int
+    pid: int
+    started: int
+    fingerprint: bytes
+    num_blocks: int
+    groups: tuple[GroupLayout, ...]
+    caches: bytes
+    writes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The answer: the life of the store, its process, and the bytes of a slot."""
+
+    store: StoreLife
+    pid: int
+    started: int
+    slot_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Which prefix of these blocks does the store hold for this engine, on all ranks and groups?
+
+    `hashes`: the block hashes of the prompt's full blocks, HASH_NBYTES each, concatenated, from its first block on.
+    """
+
+    request: RequestId
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """The first `num_blocks` blocks are held and leased. `media`: for each the slowest medium that it comes from.
+
+    `lease` is None exactly when `num_blocks` is 0.
+    """
+
+    store: StoreLife
+    request: RequestId
+    num_blocks: int
+    lease: LeaseId | None = None
+    media: tuple[Medium, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Copy blocks out of the engine's KV cache. By KV group: `hashes[g]` (concatenated) and `block_ids[g]`."""
+
+    job: JobId
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy leased blocks into the engine's KV cache.
+
+    By KV group: `indices[g]`, places in the leased prefix, and as many `block_ids[g]` to fill.
+    """
+
+    job: JobId
+    lease: LeaseId
+    indices: tuple[tuple[int, ...], ...]
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job has ended on one rank: nothing touches its blocks for it any more.
+
+    A save with `ok` may be committed; blocks that found no room were `skipped` and are no failure. A load with `ok`
+    filled all its blocks; else `bad_blocks` are the block ids that must not be used. `media`: blocks loaded by medium.
+    """
+
+    job: JobId
+    ok: bool
+    bad_blocks: tuple[int, ...] = ()
+    skipped: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    media: dict[Medium, int] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """From the scheduler half: these saves are complete on all ranks, these must not be seen, these leases are over.
+
+    Jobs are settled once every rank has reported its JobDone or is dead.
+    """
+
+    commits: tuple[JobId, ...] = ()
+    aborts: tuple[JobId, ...] = ()
+    releases: tuple[LeaseId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier in figures: slots in all, used (committed), being written, out of use; and counts since the start."""
+
+    medium: Medium
+    path: str | None
+    slot_nbytes: int
+    slots: int
+    used: int
+    writing: int
+    quarantined: int
+    evicted: int
+    hits: int
+    bad_reads: int
+    off: str = ""
+    """Why the tier is switched off; empty while it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """A store in figures, for people and metrics."""
+
+    store: StoreLife
+    name: str
+    pid: int
+    tiers: tuple[TierStatus, ...]
+    engines: tuple[EngineId, ...]
+    leases: int
+    look_ups: int
+    hit_blocks: int
+    missed_blocks: int
+    saved_blocks: int
+    skipped_blocks: int
+    loaded_blocks: int
