@@ -1,0 +1,257 @@
+"""One tier: which block lies in which slot, and what may be done with the slot now.
+
+The theory. A slot is in one of four states; `pins` counts who reads it:
+
+    FREE ──reserve──▶ WRITING ──publish──▶ READY ──evict (no pin)──▶ FREE
+      ▲                  │ discard           │ quarantine (also pinned)
+      └──────────────────┘                   ▼
+                                        QUARANTINED   (for ever: its memory or its medium is not to be trusted)
+
+Any other step raises IntegrityError and changes nothing. A key has one slot at most, WRITING or READY. Pins are taken
+on READY slots and given back on READY or QUARANTINED ones; nothing but a state of FREE gives a slot a new owner.
+
+Per slot there is one object, the key; all else are bytes in arrays. A free slot, or a run of them, is found by
+searching the array of states for zero bytes, which runs at memory speed: a list of free slots would cost 40 bytes each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from raykv.core.eviction import Policy
+from raykv.errors import IntegrityError
+
+
+class SlotState(IntEnum):
+    """FREE is 0: the search for free slots looks for it."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    QUARANTINED = 3
+
+
+FREE, WRITING, READY, QUARANTINED = (int(state) for state in SlotState)
+
+
+class SlotTable:
+    """The slots of one tier. Not thread-safe; the owner of the book has the lock."""
+
+    def __init__(self, slots: int, policy: Policy) -> None:
+        if slots < 1:
+            raise ValueError(f"a tier needs a slot, not {slots}")
+        self.slots = slots
+        self.evicted = 0
+        """Since the start."""
+        self._policy = policy
+        self._index: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * slots
+        self._state = bytearray(slots)
+        self._pins = array("I", bytes(4 * slots))
+        self._counts = [slots, 0, 0, 0]
+        self._pinned_ready = 0
+        self._next = 0  # where the search for free slots goes on: what was written together lies together
+
+    # -- questions ------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        return self._counts[FREE]
+
+    @property
+    def writing(self) -> int:
+        return self._counts[WRITING]
+
+    @property
+    def used(self) -> int:
+        """READY slots."""
+        return self._counts[READY]
+
+    @property
+    def quarantined(self) -> int:
+        return self._counts[QUARANTINED]
+
+    @property
+    def num_evictable(self) -> int:
+        """READY slots without a pin."""
+        return self._counts[READY] - self._pinned_ready
+
+    def find(self, key: bytes) -> int | None:
+        """The slot where the block is READY."""
+        slot = self._index.get(key)
+        return slot if slot is not None and self._state[slot] == READY else None
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is READY or being written."""
+        return key in self._index
+
+    def key(self, slot: int) -> bytes:
+        """The block in a slot that is WRITING or READY."""
+        key = self._keys[slot]
+        if key is None:
+            raise IntegrityError(f"slot {slot} ({self.state(slot).name}) holds no block")
+        return key
+
+    def state(self, slot: int) -> SlotState:
+        return SlotState(self._state[slot])
+
+    def pins(self, slot: int) -> int:
+        return self._pins[slot]
+
+    def ready_from(self, slot: int) -> int | None:
+        """The first READY slot at or behind `slot`."""
+        found = self._state.find(READY, slot)
+        return None if found < 0 else found
+
+    def in_state(self, state: SlotState) -> list[int]:
+        """All slots in a state. Reads the whole table: for tests, checks and operators."""
+        return [slot for slot, is_state in enumerate(self._state) if is_state == state]
+
+    def pinned(self) -> dict[int, int]:
+        """By slot: its pins, where there are any. Reads the whole table."""
+        return {slot: pins for slot, pins in enumerate(self._pins) if pins}
+
+    # -- the way in -----------------------------------------------------------------------------------------
+
+    def recovered(self, slot: int, key: bytes) -> None:
+        """FREE → READY: the slot was found with this block at the start."""
+        self._expect(slot, FREE)
+        if key in self._index:
+            raise IntegrityError(f"slot {slot} was recovered with the block of slot {self._index[key]}")
+        self._hold(slot, key, READY)
+        self._policy.added(slot, key)
+
+    def recovered_quarantined(self, slot: int) -> None:
+        """FREE → QUARANTINED: the slot was found out of use at the start."""
+        self._expect(slot, FREE)
+        self._to(slot, QUARANTINED)
+
+    def reserve(self, keys: Sequence[bytes]) -> list[int] | None:
+        """FREE → WRITING for each key, slots ascending and in runs where there are; None if there are too few."""
+        if len(set(keys)) != len(keys) or any(key in self._index for key in keys):
+            raise IntegrityError("a block to be written has a slot already")
+        if len(keys) > self.free:
+            return None
+        slots = self._find_free(len(keys))
+        for slot, key in zip(slots, keys, strict=True):
+            self._hold(slot, key, WRITING)
+        return slots
+
+    def _find_free(self, count: int) -> list[int]:
+        """Whole runs first, behind the last one taken; then ever shorter ones."""
+        found: list[int] = []
+        taken = self._state  # marked as they are found, set right by the caller
+        run = count
+        while len(found) < count:
+            run = min(run, count - len(found))
+            at = taken.find(bytes(run), self._next)
+            if at < 0:
+                at = taken.find(bytes(run))
+            if at < 0:
+                run = (run + 1) // 2
+                continue
+            taken[at : at + run] = bytes((WRITING,)) * run
+            found.extend(range(at, at + run))
+            self._next = at + run
+        for slot in found:
+            taken[slot] = FREE
+        return sorted(found)
+
+    def publish(self, slot: int) -> None:
+        """WRITING → READY: from now on the block is found."""
+        self._expect(slot, WRITING)
+        self._to(slot, READY)
+        self._policy.added(slot, self.key(slot))
+
+    def discard(self, slot: int) -> None:
+        """WRITING → FREE: what was written is not to be seen."""
+        self._expect(slot, WRITING)
+        self._drop(slot, FREE)
+
+    # -- use ------------------------------------------------------------------------------------------------
+
+    def use(self, slot: int) -> None:
+        """The block was asked for: the policy keeps it longer."""
+        self._expect(slot, READY)
+        self._policy.used(slot)
+
+    def pin(self, slot: int) -> None:
+        """One more reads it: it stays where it is."""
+        self._expect(slot, READY)
+        self._pinned_ready += not self._pins[slot]
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        """That one no longer reads it."""
+        if not 0 <= slot < self.slots or not self._pins[slot]:
+            raise IntegrityError(f"slot {slot} has no pin to give back")
+        self._pins[slot] -= 1
+        self._pinned_ready -= not self._pins[slot] and self._state[slot] == READY
+
+    # -- the way out ----------------------------------------------------------------------------------------
+
+    def evictable(self, n: int) -> list[int]:
+        """Up to `n` READY slots without a pin, coldest first. They stay until `evict`."""
+        n = min(n, self.num_evictable)
+        pins = self._pins
+        return self._policy.victims(n, lambda slot: not pins[slot]) if n else []
+
+    def evict(self, slots: Iterable[int]) -> None:
+        """READY without a pin → FREE, for want of room."""
+        slots = list(slots)
+        for slot in slots:
+            self._expect(slot, READY)
+            if self._pins[slot]:
+                raise IntegrityError(f"slot {slot} has {self._pins[slot]} pins and can't be evicted")
+        if len(set(slots)) != len(slots):
+            raise IntegrityError("a slot can't be evicted twice")
+        for slot in slots:
+            self._policy.removed(slot, True)
+            self._drop(slot, FREE)
+        self.evicted += len(slots)
+
+    def quarantine(self, slot: int) -> None:
+        """READY → QUARANTINED: its bytes are wrong. Who holds a pin keeps it."""
+        self._expect(slot, READY)
+        self._policy.removed(slot, False)
+        self._pinned_ready -= self._pins[slot] > 0
+        self._drop(slot, QUARANTINED)
+
+    # -- the parts ------------------------------------------------------------------------------------------
+
+    def _expect(self, slot: int, state: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise IntegrityError(f"slot {slot} is not one of {self.slots}")
+        if self._state[slot] != state:
+            raise IntegrityError(f"slot {slot} is {self.state(slot).name}, not {SlotState(state).name}")
+
+    def _to(self, slot: int, state: int) -> None:
+        self._counts[self._state[slot]] -= 1
+        self._counts[state] += 1
+        self._state[slot] = state
+
+    def _hold(self, slot: int, key: bytes, state: int) -> None:
+        self._index[key] = slot
+        self._keys[slot] = key
+        self._to(slot, state)
+
+    def _drop(self, slot: int, state: int) -> None:
+        del self._index[self.key(slot)]
+        self._keys[slot] = None
+        self._to(slot, state)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless states, keys, pins, counts and policy agree."""
+        states = [self.in_state(state) for state in SlotState]
+        ready = set(states[READY])
+        if self._counts != [len(slots) for slots in states]:
+            raise IntegrityError(f"counts {self._counts} differ from the states {[len(s) for s in states]}")
+        held = {slot: key for slot, key in enumerate(self._keys) if key is not None}
+        if held.keys() != ready | set(states[WRITING]) or self._index != {key: slot for slot, key in held.items()}:
+            raise IntegrityError("slots with a block, states and index disagree")
+        pinned = self.pinned().keys()
+        if pinned - ready - set(states[QUARANTINED]) or len(pinned & ready) != self._pinned_ready:
+            raise IntegrityError("a slot is pinned that holds no block, or the count of pinned slots is wrong")
+        self._policy.check_integrity(ready)

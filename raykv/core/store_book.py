@@ -1,0 +1,287 @@
+"""The book of a node's store: which block lies where, for whom it is kept, and what is to be copied next.
+
+One owner drives it, under one lock that it holds for one call and for the header changes that the call asks for
+(`store_plans`). The book does no I/O and has no clock: it decides, the owner copies outside the lock and comes back
+with what happened. A wrong call raises IntegrityError and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from raykv.core.leases import LeaseBook
+from raykv.core.moves import Moves
+from raykv.core.prefix import block_key, longest_prefix
+from raykv.core.save_jobs import SaveJobs, Settled
+from raykv.core.scrub import Scrub
+from raykv.core.slot_table import SlotState, SlotTable
+from raykv.core.store_plans import BookFigures, Lease, Move, MoveEnd, MovePlan, Place, Published, SavePlan
+from raykv.core.tiers import Tiers
+from raykv.errors import IntegrityError
+from raykv.store_messages import Cascade, Medium
+from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
+
+__all__ = ["Lease", "Move", "MoveEnd", "MovePlan", "Place", "SavePlan", "StoreBook", "block_key"]
+
+COUNTED = ("look_ups", "hit_blocks", "missed_blocks", "saved_blocks", "skipped_blocks", "loaded_blocks")
+
+
+class StoreBook:
+    """Tiers, save jobs, leases and moves of one store; `tables[0]` is the fastest. `low`: see `next_demotions`."""
+
+    def __init__(
+        self,
+        tables: Sequence[SlotTable],
+        media: Sequence[Medium],
+        cascade: Cascade,
+        lease_s: float,
+        low: float = 1 / 16,
+        queue_limit: int | None = None,
+    ) -> None:
+        self._tiers = Tiers(tables, media)
+        self._jobs = SaveJobs()
+        self._leases = LeaseBook()
+        self._moves = Moves(self._tiers, cascade, low, queue_limit)
+        self._lease_s = lease_s
+        self._scrub = Scrub(self._tiers)
+        self._counts: Counter[str] = Counter()
+
+    # -- start and operators --------------------------------------------------------------------------------
+
+    def recovered(self, tier: int, found: Iterable[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
+        """At the start, before anything else: these slots hold these keys, those are out of use."""
+        table = self._tiers.tables[tier]
+        for slot, key in found:
+            table.recovered(slot, key)
+            self._moves.committed(tier, key)
+        for slot in quarantined:
+            table.recovered_quarantined(slot)
+
+    def tier_off(self, tier: int, why: str) -> None:
+        """Nothing is found or written there any more. What runs there ends as usual and is not published."""
+        self._tiers.off(tier, why)
+
+    def clear(self, tier: int | None = None) -> list[Place]:
+        """Forget all that nobody holds (of one tier). Clear the headers of what is returned."""
+        cleared = []
+        for place in self._places(SlotState.READY):
+            table = self._tiers.tables[place.tier]
+            if tier in (None, place.tier) and not table.pins(place.slot):
+                table.evict([place.slot])
+                cleared.append(place)
+        return cleared
+
+    def _places(self, state: SlotState) -> list[Place]:
+        return [Place(tier, slot) for tier, table in enumerate(self._tiers.tables) for slot in table.in_state(state)]
+
+    # -- look-ups and loads ---------------------------------------------------------------------------------
+
+    def look_up(
+        self,
+        engine: EngineId,
+        request: RequestId,
+        fingerprints: Sequence[bytes],
+        windows: Sequence[int],
+        hashes: Sequence[bytes],
+        now: float,
+    ) -> Lease | None:
+        """Lease the longest prefix of `hashes` that is READY for every fingerprint (writing rank) and KV group.
+
+        `windows[g]` 0: the group needs all blocks of the prefix; w > 0: only its last w. A request has one lease: an
+        older one is released, also when the answer is None.
+        """
+        tiers = self._tiers
+        n, places = longest_prefix(tiers.find, fingerprints, windows, hashes)
+        self._counts.update(look_ups=1, hit_blocks=n, missed_blocks=len(hashes) - n)
+        if not n:
+            tiers.unpin(self._leases.drop_request(engine, request))
+            return None
+        rows = [row for by_group in places for row in by_group]
+        pins = [place for column in zip(*rows, strict=True) for place in column if place is not None]  # block by block
+        slowest = [0] * n
+        for row in rows:
+            slowest = [max(tier, place.tier) if place else tier for tier, place in zip(slowest, row, strict=True)]
+        media = tuple(tiers.media[tier] for tier in slowest)
+        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, n, places, media, tuple(pins))
+        tiers.pin(pins)
+        tiers.read(pins)
+        tiers.unpin(self._leases.grant(lease))
+        return lease
+
+    def release(self, lease: LeaseId) -> None:
+        """The lease is over (once loads of it have ended). A second time and an unknown one are fine."""
+        self._tiers.unpin(self._leases.release(lease))
+
+    def expire(self, now: float) -> int:
+        """Release what is past its time; how many leases that were."""
+        count, freed = self._leases.expire(now)
+        self._tiers.unpin(freed)
+        return count
+
+    def begin_load(
+        self, lease: LeaseId, rank: int, indices: Sequence[Sequence[int]]
+    ) -> tuple[tuple[Place, ...], ...] | None:
+        """A load of these blocks (by KV group, as LoadJob.indices) starts: where they lie. `rank` as in Lease.places.
+
+        None: the lease is over, or it does not cover all of them; the load fails. Else the lease lives until
+        `end_load`, which the caller calls exactly once for this call.
+        """
+        held = self._leases.get(lease)
+        if held is None or not 0 <= rank < len(held.places) or len(indices) != len(held.places[rank]):
+            return None
+        wanted: list[tuple[Place, ...]] = []
+        for row, group_indices in zip(held.places[rank], indices, strict=True):
+            places = [row[i] if 0 <= i < len(row) else None for i in group_indices]
+            known = tuple(place for place in places if place is not None)
+            if len(known) != len(places):
+                return None
+            wanted.append(known)
+        self._leases.begin_use(lease, rank)
+        self._counts["loaded_blocks"] += sum(map(len, wanted))
+        return tuple(wanted)
+
+    def end_load(self, lease: LeaseId, rank: int, bad: Iterable[Place] = ()) -> list[Place]:
+        """That load no longer reads. `bad` failed their check: quarantine the headers of the places returned.
+
+        Bad places are never found again; who else holds them keeps the pin and will find out for himself.
+        """
+        bad = set(bad)
+        held = self._leases.in_use(lease, rank)
+        if held is None or not bad <= set(held.pins):
+            raise IntegrityError(f"no load of rank {rank} under lease {lease} reads {sorted(bad)}")
+        found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
+        self._counts["loaded_blocks"] -= len(bad)
+        self._tiers.unpin(self._leases.end_use(lease, rank))
+        return found
+
+    # -- saves ----------------------------------------------------------------------------------------------
+
+    def begin_save(self, engine: EngineId, rank: Rank, job: JobId, keys: Sequence[bytes]) -> SavePlan:
+        """One rank starts its part of a job. Once per rank and job. What finds no room is skipped, from the tail."""
+        tier = self._tiers.fastest
+        if not self._jobs.takes(engine, rank, job) or tier is None:
+            return self._planned(engine, rank, job, (), (), range(len(keys)), ())
+        table = self._tiers.tables[tier]
+        wanted: dict[bytes, int] = {}
+        known, kept = [], []
+        for i, key in enumerate(keys):
+            place = self._tiers.find(key)
+            if place is not None:
+                kept.append(place)
+            if place is not None or self._tiers.being_written(key):
+                known.append(i)
+            else:
+                wanted.setdefault(key, i)
+        self._tiers.use(kept)
+        self._tiers.pin(kept)  # making room must not take what the job counts on
+        clear = self._tiers.make_room(tier, len(wanted))
+        self._tiers.unpin(kept)
+        written = dict(list(wanted.items())[: table.free])
+        slots = table.reserve(list(written)) or []
+        write = [(i, Place(tier, slot)) for i, slot in zip(written.values(), slots, strict=True)]
+        fresh = set(known).union(written.values())
+        twice = [i for i, key in enumerate(keys) if i not in fresh and key in written]
+        skipped = [i for i, key in enumerate(keys) if i not in fresh and key not in written]
+        return self._planned(engine, rank, job, write, sorted(known + twice), skipped, clear)
+
+    def _planned(
+        self,
+        engine: EngineId,
+        rank: Rank,
+        job: JobId,
+        write: Sequence[tuple[int, Place]],
+        known: Sequence[int],
+        skipped: Sequence[int],
+        clear: Sequence[Place],
+    ) -> SavePlan:
+        ticket = self._jobs.begin(engine, rank, job, [place for _, place in write])
+        self._counts["skipped_blocks"] += len(skipped)
+        return SavePlan(engine, rank, job, ticket, tuple(write), tuple(known), tuple(skipped), tuple(clear))
+
+    def end_write(self, plan: SavePlan, ok: bool) -> None:
+        """That rank no longer writes for that plan. Exactly once per plan, also for one with nothing to write."""
+        self._settle(self._jobs.end(plan.ticket, ok))
+
+    def commit(self, engine: EngineId, job: JobId) -> list[Published]:
+        """The engine says that the job is complete on all ranks: publish what is returned.
+
+        Holds if every rank that began has ended with ok; else it is an abort. An unknown job has nothing to publish.
+        """
+        return self._settle(self._jobs.commit(engine, job))
+
+    def abort(self, engine: EngineId, job: JobId) -> None:
+        """The job must not be seen. Its slots come free as its ranks end. An unknown job is fine."""
+        self._settle(self._jobs.abort(engine, job))
+
+    def end_engine(self, engine: EngineId) -> None:
+        """The engine is gone: its leases are over, its uncommitted jobs are aborted."""
+        self._tiers.unpin(self._leases.end_engine(engine))
+        self._settle(self._jobs.end_engine(engine))
+
+    def _settle(self, settled: Settled) -> list[Published]:
+        self._tiers.discard(settled.discard)
+        serving = [place for place in settled.publish if place.tier in self._tiers.serving]
+        self._tiers.discard(place for place in settled.publish if place.tier not in self._tiers.serving)
+        published = self._tiers.publish(serving)
+        for key, place in published:
+            self._moves.committed(place.tier, key)
+        self._counts["saved_blocks"] += len(published)
+        return published
+
+    # -- moves between tiers --------------------------------------------------------------------------------
+
+    def next_demotions(self, limit: int) -> MovePlan:
+        """Up to `limit` copies to the next slower tier.
+
+        Cascade.WRITE: of what was committed, oldest first. Cascade.EVICT: the coldest of a tier with less than the
+        share `low` of its slots free.
+        """
+        return self._moves.next_demotions(limit)
+
+    def begin_promotion(self, places: Sequence[Place]) -> MovePlan:
+        """These places of slower tiers (leased, so pinned) are read now: which of them go to the fastest tier too.
+
+        A block is admitted at its second read, and only where that loses nothing: into a free slot, or one whose
+        block lies in a slower tier too.
+        """
+        return self._moves.begin_promotion(places)
+
+    def end_move(self, move: Move, ok: bool, bad_source: bool = False) -> MoveEnd:
+        """That copy has ended, exactly once per move. `bad_source`: the source failed its check; so its header says."""
+        return self._moves.end(move, ok, bad_source)
+
+    # -- the scrubber ---------------------------------------------------------------------------------------
+
+    def begin_check(self, tier: int) -> Published | None:
+        """The next idle slot of a tier in turn, pinned until `end_check`; None at the end of a round."""
+        return self._scrub.begin(tier)
+
+    def end_check(self, place: Place, ok: bool) -> bool:
+        """Whether the slot is to be quarantined: not `ok`, and nobody else has quarantined it yet."""
+        return self._scrub.end(place, ok)
+
+    # -- figures --------------------------------------------------------------------------------------------
+
+    def figures(self) -> BookFigures:
+        """All counts at this moment."""
+        return BookFigures(
+            tiers=self._tiers.figures(),
+            leases=len(self._leases),
+            open_jobs=len(self._jobs),
+            open_moves=len(self._moves),
+            waiting_moves=self._moves.waiting,
+            demoted_blocks=self._moves.demoted,
+            promoted_blocks=self._moves.promoted,
+            dropped_blocks=self._tiers.dropped,
+            queue_overflows=self._moves.overflows,
+            unknown_releases=self._leases.unknown_releases,
+            **{name: self._counts[name] for name in COUNTED},
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless pins and WRITING slots have owners and counts agree. Reads every slot."""
+        self._jobs.check_integrity()
+        self._leases.check_integrity()
+        pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned()
+        self._tiers.check_integrity(pinned, [*self._jobs.places(), *self._moves.targets()])

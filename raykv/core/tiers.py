@@ -1,0 +1,162 @@
+"""The tiers of a store as one index: where a block is, which tier comes next, who makes room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from raykv.core.slot_table import SlotState, SlotTable
+from raykv.core.store_plans import Place, Published, TierFigures
+from raykv.errors import IntegrityError
+from raykv.store_messages import Medium
+
+WINDOW = 256
+"""So many more of the coldest blocks than are needed are looked at for those that lie in a slower tier too. Without an
+end, one save could go through a whole tier; and to keep a cold block at the price of a hot one is a poor trade."""
+
+
+class Tiers:
+    """Tables by position; 0 is the fastest. A tier that is off keeps its table and is asked nothing any more."""
+
+    def __init__(self, tables: Sequence[SlotTable], media: Sequence[Medium]) -> None:
+        if not tables or len(tables) != len(media):
+            raise ValueError(f"a store needs a medium for each of its tables: {len(tables)} tables, {len(media)} media")
+        self.tables = tuple(tables)
+        self.media = tuple(media)
+        self.serving = list(range(len(tables)))
+        self.dropped = 0
+        self.hits = [0] * len(tables)
+        self.bad_reads = [0] * len(tables)
+        self._off = [""] * len(tables)
+
+    # -- questions ------------------------------------------------------------------------------------------
+
+    @property
+    def fastest(self) -> int | None:
+        return self.serving[0] if self.serving else None
+
+    def below(self, tier: int) -> int | None:
+        """The next slower tier that serves."""
+        return next((other for other in self.serving if other > tier), None)
+
+    def find(self, key: bytes) -> Place | None:
+        """The fastest place where the block is READY."""
+        for tier in self.serving:
+            slot = self.tables[tier].find(key)
+            if slot is not None:
+                return Place(tier, slot)
+        return None
+
+    def being_written(self, key: bytes) -> bool:
+        """For a block that is READY nowhere: whether it is under way."""
+        return any(self.tables[tier].holds(key) for tier in self.serving)
+
+    def backed(self, tier: int, slot: int) -> bool:
+        """Whether the block of a slot is READY in a slower tier too, so that nothing is lost with the slot."""
+        key = self.tables[tier].key(slot)
+        return any(other > tier and self.tables[other].find(key) is not None for other in self.serving)
+
+    def key(self, place: Place) -> bytes:
+        return self.tables[place.tier].key(place.slot)
+
+    def is_ready(self, place: Place) -> bool:
+        return self.tables[place.tier].state(place.slot) is SlotState.READY
+
+    # -- changes --------------------------------------------------------------------------------------------
+
+    def off(self, tier: int, why: str) -> None:
+        if tier in self.serving:
+            self.serving.remove(tier)
+            self._off[tier] = why or "switched off"
+
+    def pin(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self.tables[place.tier].pin(place.slot)
+
+    def unpin(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self.tables[place.tier].unpin(place.slot)
+
+    def use(self, places: Sequence[Place]) -> None:
+        """Blocks of a prompt were asked for, in its order. The tail first: without its prefix it is worth nothing."""
+        for place in reversed(places):
+            self.tables[place.tier].use(place.slot)
+
+    def read(self, places: Sequence[Place]) -> None:
+        """Blocks of a prompt were found, in its order."""
+        self.use(places)
+        for place in places:
+            self.hits[place.tier] += 1
+
+    def publish(self, places: Sequence[Place]) -> list[Published]:
+        """Blocks of a prompt are complete, in its order; added as they are used, tail first."""
+        for place in reversed(places):
+            self.tables[place.tier].publish(place.slot)
+        return [(self.key(place), place) for place in places]
+
+    def discard(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self.tables[place.tier].discard(place.slot)
+
+    def quarantine(self, place: Place) -> bool:
+        """A read of the place failed its check. False if it is quarantined already."""
+        if not self.is_ready(place):
+            return False
+        self.tables[place.tier].quarantine(place.slot)
+        self.bad_reads[place.tier] += 1
+        return True
+
+    def make_room(self, tier: int, slots: int, lossless: bool = False) -> list[Place]:
+        """Evict until so many slots are free, as far as pins allow: the coldest, but first what a slower tier has too.
+
+        `lossless`: nothing else. What is lost is counted as dropped.
+        """
+        table = self.tables[tier]
+        short = slots - table.free
+        if short <= 0:
+            return []
+        victims = table.evictable(short)
+        if self.below(tier) is not None and not all(self.backed(tier, slot) for slot in victims):
+            safe: list[int] = []
+            lost: list[int] = []
+            for slot in table.evictable(short + WINDOW):
+                (safe if self.backed(tier, slot) else lost).append(slot)
+            lost = [] if lossless else lost[: max(0, short - len(safe))]
+            victims = safe[:short] + lost
+            self.dropped += len(lost)
+        elif self.below(tier) is None and lossless:
+            return []
+        table.evict(victims)
+        return [Place(tier, slot) for slot in victims]
+
+    # -- figures --------------------------------------------------------------------------------------------
+
+    def figures(self) -> tuple[TierFigures, ...]:
+        return tuple(
+            TierFigures(
+                medium=self.media[tier],
+                slots=table.slots,
+                used=table.used,
+                writing=table.writing,
+                quarantined=table.quarantined,
+                pinned=table.used - table.num_evictable,
+                evicted=table.evicted,
+                hits=self.hits[tier],
+                bad_reads=self.bad_reads[tier],
+                off=self._off[tier],
+            )
+            for tier, table in enumerate(self.tables)
+        )
+
+    def check_integrity(self, pinned: dict[Place, int], writing: Sequence[Place]) -> None:
+        """Raise IntegrityError unless these are all pins and all places being written, and the tables are sound."""
+        if len(set(writing)) != len(writing):
+            raise IntegrityError("a place has two writers")
+        for tier, table in enumerate(self.tables):
+            table.check_integrity()
+            mine = {place.slot for place in writing if place.tier == tier}
+            if mine != set(table.in_state(SlotState.WRITING)):
+                raise IntegrityError(f"tier {tier}: WRITING slots without a writer, or writers without a slot")
+            owned = {place.slot: pins for place, pins in pinned.items() if place.tier == tier}
+            found = table.pinned()
+            if owned != found:
+                raise IntegrityError(f"tier {tier}: pins {found}, but their owners have {owned}")
