@@ -100,15 +100,39 @@ def start_command(**options: Any) -> dict[str, Any]:
 @command("stop")
 @click.option("--grace", default=10.0, show_default=True, help="Seconds before a process is killed.")
 def stop_command(grace: float) -> dict[str, Any]:
-    """Stop the cluster that `raykv start` started, with all its actors; no other one, and no engine."""
-    from raykv.actors import local_cluster
+    """Stop the cluster that `raykv start` started, with all its actors; no other one, and no engine.
 
+    The memory of its stores' host tiers is given back, disk tiers stay.
+    """
+    from raykv.actors import local_cluster, store_files
+
+    record = local_cluster.read_record()
+    stores = _end_stores(record.address) if record is not None else []
     record = local_cluster.stop(grace)
+    removed = store_files.remove_stale()  # of stores that were killed
     if record is None:
         out.print(f"RayKV has started no cluster (no record in {local_cluster.state_dir()}).")
     else:
         out.print(f"Stopped the cluster at {record.address}.")
-    return {"stopped": record.address if record else None}
+    for name in removed:
+        out.print(f"Gave back the memory of a killed store: {name}")
+    return {"stopped": record.address if record else None, "stores": stores, "removed": removed}
+
+
+def _end_stores(address: str) -> list[str]:
+    """Let the stores of this node end by themselves; as good as it goes, for their processes are ended anyway."""
+    from raykv.actors import addresses, cluster, store_handle
+
+    if addresses.why_unreachable(*addresses.parse(address), timeout=1) is not None:
+        return []
+    try:
+        cluster.connect(address)
+        return store_handle.shutdown_stores()
+    except Exception as error:  # Ray's own too: a stop must go on
+        err.print(f"[yellow]warning:[/] the stores did not end by themselves: {_plain(str(error))}")
+        return []
+    finally:
+        cluster.disconnect()
 
 
 @command("restart-head")

@@ -187,7 +187,7 @@ class RemoteHost:
         except ray.exceptions.GetTimeoutError:
             raise HostTimeout(f"{self.label} did not answer within {timeout:g} s") from None
         except Exception as error:
-            raise self._translated(error) from error
+            raise translated(self.label, error) from error
 
     def on_done(self, ref: Any, callback: Callable[[Any, HostError | None], None]) -> None:
         """Have `callback(result, error)` called once, in a thread of Ray's, when the call ends. It must be short."""
@@ -197,7 +197,7 @@ class RemoteHost:
             if error is None:
                 callback(future.result(), None)
             else:
-                callback(None, self._translated(error))
+                callback(None, translated(self.label, error))
 
         ref.future().add_done_callback(done)
 
@@ -212,14 +212,6 @@ class RemoteHost:
                 bound = bound.options(concurrency_group=CONTROL_GROUP)
             self._methods[method] = bound
         return bound
-
-    def _translated(self, error: BaseException) -> HostError:
-        if isinstance(error, _GONE):
-            return HostDied(f"{self.label} is gone: {_last_line(error)}")
-        if isinstance(error, ray.exceptions.RayTaskError):
-            cause = error.cause if error.cause is not None else error
-            return HostRaised(self.label, type(cause).__name__, str(cause), str(error))
-        return HostRaised(self.label, type(error).__name__, str(error), "")
 
     def _checked(self, info: HostInfo) -> HostInfo:
         """`info`, if the process is one that we can work with; opens the pidfd."""
@@ -273,6 +265,16 @@ class RemoteHost:
         except Exception:  # the launch failed, or it is dead
             return True
         return False
+
+
+def translated(label: str, error: BaseException) -> HostError:
+    """What a call to the actor `label` has raised, in RayKV's words."""
+    if isinstance(error, _GONE):
+        return HostDied(f"{label} is gone: {_last_line(error)}")
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause if error.cause is not None else error
+        return HostRaised(label, type(cause).__name__, str(cause), str(error))
+    return HostRaised(label, type(error).__name__, str(error), "")
 
 
 def find(name: str, namespace: str = "raykv") -> RemoteHost | None:

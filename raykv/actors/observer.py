@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raykv.actors import cluster, handles
+from raykv.actors.store_handle import PREFIX
 from raykv.errors import HostDied, HostError
 
 
@@ -13,7 +14,7 @@ class HostRow:
     """One actor of RayKV's. What is None was not answered; `error` says why."""
 
     name: str
-    state: str  # up, starting, spare, no answer, gone
+    state: str  # up, starting, spare, store, no answer, gone
     child: str | None = None
     rank: int | None = None
     incarnation: int | None = None
@@ -56,6 +57,8 @@ def _row(name: str, namespace: str, timeout: float) -> HostRow:
         status = host.call("status", timeout=timeout)
     except HostError as error:
         return HostRow(name, "no answer", error=str(error), **known)
+    if name.startswith(PREFIX):
+        return HostRow(name, "store", **known)
     child = getattr(status, "child", None) or None
     if child is None:
         return HostRow(name, "spare", **known)

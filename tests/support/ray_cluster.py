@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -48,6 +50,8 @@ class RayCluster:
         from raykv.actors import local_cluster
 
         try:
+            # In a process of its own: it joins the cluster, to end the stores in order.
+            subprocess.run([sys.executable, "-m", "raykv.cli", "stop", "--grace", "5"], stdout=subprocess.DEVNULL)
             local_cluster.stop(grace=5)
             for session in self.record.sessions:
                 forget_session(session)

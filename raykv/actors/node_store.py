@@ -1,0 +1,301 @@
+"""The store of one node: tiers of blocks that all its engines share, and that outlive them.
+
+A plain class; `store_handle` makes it a named Ray actor. Its methods run in several threads at once: look-ups in one
+of their own, so that they stay fast while copies run. What a store holds is decided by the book (`core.store_book`)
+under one lock; copies run outside of it. A kill at any instruction loses no more than what was not committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from raykv.actors.host_base import be_as_nice_as_others, own_info
+from raykv.actors.processes import start_time
+from raykv.actors.store_files import SHM, host_path
+from raykv.actors.store_loads import Loader, not_done
+from raykv.actors.store_mover import Mover
+from raykv.actors.store_saves import Saver
+from raykv.actors.store_sessions import Engine, Session, Sessions, open_session
+from raykv.actors.store_stock import Stock
+from raykv.actors.store_tiers import Tiers, round_up
+from raykv.errors import StorageError, StoreError
+from raykv.store_messages import (
+    HASH_NBYTES,
+    Attached,
+    JobDone,
+    LoadJob,
+    LookedUp,
+    LookUp,
+    Medium,
+    RankAttach,
+    SaveJob,
+    Settle,
+    StoreSpec,
+    StoreStatus,
+    TierStatus,
+)
+from raykv.types import EngineId, Rank, StoreLife
+
+logger = logging.getLogger("raykv")
+
+BACKLOG_NBYTES = 1 << 30
+"""What saves may have under way; an engine that saves faster than memory is copied skips blocks."""
+DETACH_S = 30.0
+
+Job = TypeVar("Job", SaveJob, LoadJob)
+Method = Callable[[Engine, Session, Job], JobDone]
+
+
+class NodeStore:
+    """One per node and store name. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        namespace: str = "raykv",
+        *,
+        own_process: bool = False,
+        shm: Path = SHM,
+        backlog_nbytes: int = BACKLOG_NBYTES,
+    ) -> None:
+        """`own_process`: nothing else runs here, so its threads and niceness may be set. Does not raise for the media:
+        what is wrong with them is raised by `attach`, where somebody hears it."""
+        if own_process:
+            torch.set_num_threads(1)
+            be_as_nice_as_others()
+        self.spec = spec
+        self._host = host_path(namespace, spec.name, shm)
+        self._pid, self._started = os.getpid(), start_time(os.getpid()) or 0
+        self.life = StoreLife(f"{self._pid}.{self._started}.{secrets.token_hex(6)}")
+        self._backlog_nbytes = backlog_nbytes
+        self._sessions = Sessions()
+        self._attaching = threading.Lock()
+        self._closed = False
+        self._stock: Stock | None = None
+        self._saver: Saver | None = None
+        self._loader: Loader | None = None
+        self._mover: Mover | None = None
+        try:
+            found = Tiers.found_slot_nbytes(spec, self._host)
+            if found and not spec.slot_nbytes:
+                self._open(found)
+        except StorageError as error:
+            logger.error("store %s can't open what an earlier life left: %s", spec.name, error)
+
+    def __repr__(self) -> str:
+        return f"NodeStore({self.spec.name})"
+
+    def info(self) -> dict[str, Any]:
+        """HostInfo and how this store was set up, as plain values: who asks may run another RayKV."""
+        tiers = [(str(tier.medium), tier.capacity, tier.path) for tier in self.spec.tiers]
+        spec = {"tiers": tiers, "checksum": self.spec.checksum, "slot": self.spec.slot_nbytes}
+        return {**own_info(), "store": str(self.life), "spec": spec}
+
+    # -- control --------------------------------------------------------------------------------------------
+
+    def attach(self, attach: RankAttach) -> Attached:
+        """A worker joins. Raises StoreError with the fix. Blocks while pools are made (seconds for many GiB)."""
+        with self._attaching:
+            if self._closed:
+                raise StoreError(f"The store {self.spec.name} is being shut down.")
+            session = open_session(attach)
+            try:
+                slot_nbytes = self._slot_for(session)
+                ended = self._sessions.add(session)
+            except BaseException:
+                session.close()
+                raise
+            self._forget(ended)
+        return Attached(self.life, self._pid, self._started, slot_nbytes)
+
+    def _slot_for(self, session: Session) -> int:
+        """The bytes of a slot, with all pools open. Raises StoreError if the engine's blocks are larger."""
+        largest = max(session.nbytes)
+        try:
+            stock = self._stock or self._open(self.spec.slot_nbytes or round_up(largest))
+        except StorageError as error:
+            raise StoreError(f"The store {self.spec.name} can't open its tiers. {error}") from error
+        if largest > stock.tiers.slot_nbytes:
+            raise StoreError(
+                f"Engine {session.attach.engine} has blocks of {largest} bytes, and the store {self.spec.name!r} has "
+                f"slots of {stock.tiers.slot_nbytes}, as its first engine (or `slot`) wanted them. Give this engine "
+                "another `store` name and another disk path, or start it first with a larger `slot`."
+            )
+        return stock.tiers.slot_nbytes
+
+    def _open(self, slot_nbytes: int) -> Stock:
+        stock = Stock(Tiers.open(self.spec, slot_nbytes, self._host))
+        self._saver, self._loader = Saver(stock, self._backlog_nbytes), Loader(stock)
+        self._mover = Mover(stock, self._sessions, self._end_dead)
+        self._stock = stock
+        self._mover.start()
+        return stock
+
+    def detach(self, engine: EngineId, rank: Rank) -> None:
+        """A worker leaves: when this returns, nothing touches its KV cache any more."""
+        ended = self._sessions.remove(engine, rank, DETACH_S)
+        self._forget([ended] if ended is not None else [])
+
+    def _end_dead(self) -> None:
+        dead = self._sessions.end_dead()
+        for engine in dead:
+            logger.warning("engine %s is dead: its leases and uncommitted blocks are gone", engine.id)
+        self._forget(dead)
+
+    def _forget(self, engines: Sequence[Engine]) -> None:
+        if self._stock is not None:
+            for engine in engines:
+                with self._stock.lock:
+                    self._stock.book.end_engine(engine.key)
+
+    def status(self) -> StoreStatus:
+        """Figures of this moment."""
+        stock = self._stock
+        if stock is None:
+            return StoreStatus(
+                self.life, self.spec.name, self._pid, (), self._sessions.engine_ids(), **dict.fromkeys(_FIGURES, 0)
+            )
+        with stock.lock:
+            figures = stock.book.figures()
+        tiers = tuple(
+            TierStatus(
+                path=spec.path,
+                slot_nbytes=stock.tiers.slot_nbytes,
+                **{name: getattr(tier, name) for name in _TIER_FIGURES},
+            )
+            for tier, spec in zip(figures.tiers, self.spec.tiers, strict=True)
+        )
+        counts = {name: getattr(figures, name) for name in _FIGURES}
+        return StoreStatus(self.life, self.spec.name, self._pid, tiers, self._sessions.engine_ids(), **counts)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the book agrees with itself. Holds its lock meanwhile."""
+        if self._stock is not None:
+            with self._stock.lock:
+                self._stock.book.check_integrity()
+
+    def clear(self, medium: Medium | None = None) -> int:
+        """Forget the blocks that nobody holds, of one tier or of all; how many slots came free."""
+        stock = self._stock
+        if stock is None:
+            return 0
+        tiers = [tier for tier, spec in enumerate(self.spec.tiers) if medium in (None, spec.medium)]
+        with stock.lock:
+            places = [place for tier in tiers for place in stock.book.clear(tier)]
+            stock.tiers.clear(places)
+        return len(places)
+
+    def shutdown(self, remove_host: bool) -> None:
+        """End all copies, let go of all memory and files. `remove_host` gives the host tier's memory back."""
+        with self._attaching:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._sessions.end_all(DETACH_S):
+                raise StoreError(f"Copies of the store {self.spec.name} still run: its process must be killed.")
+            if self._mover is not None:
+                self._mover.close()
+            stock, self._stock = self._stock, None
+            if stock is not None:
+                stock.close(remove_host)
+
+    # -- look-ups, in their own thread ----------------------------------------------------------------------
+
+    def look_up(self, engine: EngineId, look_up: LookUp) -> LookedUp:
+        """The longest prefix held for all ranks of the engine, leased to it. A stranger has no hits."""
+        stock, miss = self._stock, LookedUp(self.life, look_up.request, 0)
+        found = self._sessions.complete(engine)
+        if stock is None or found is None:
+            return miss
+        key, fingerprints, windows = found
+        step = HASH_NBYTES
+        hashes = [look_up.hashes[i : i + step] for i in range(0, len(look_up.hashes), step)]
+        with stock.lock:
+            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, hashes, time.monotonic())
+        if lease is None:
+            return miss
+        return LookedUp(self.life, look_up.request, lease.num_blocks, stock.lease_out(lease.id), lease.media)
+
+    def look_ups(self, engine: EngineId, batch: Sequence[LookUp]) -> list[LookedUp]:
+        """Several in one call."""
+        return [self.look_up(engine, look_up) for look_up in batch]
+
+    def settle(self, engine: EngineId, settle: Settle) -> StoreLife:
+        """Commits become visible, aborts and releases are carried out. What this life doesn't know is passed over."""
+        stock, found = self._stock, self._sessions.find(engine)
+        if stock is not None and found is not None:
+            for job in settle.commits:
+                with stock.lock:  # one job at a time: a look-up must not wait for all of them
+                    stock.tiers.publish(stock.book.commit(found.key, job))
+            with stock.lock:
+                for job in settle.aborts:
+                    stock.book.abort(found.key, job)
+                for lease in settle.releases:
+                    stock.book.release(stock.lease_in(lease))
+            if settle.commits or settle.releases:
+                self._wake()
+        return self.life
+
+    # -- copies, in threads of their own --------------------------------------------------------------------
+
+    def save(
+        self, life: StoreLife, engine: EngineId, rank: Rank, jobs: Sequence[SaveJob]
+    ) -> tuple[StoreLife, list[JobDone]]:
+        """Copy blocks out of the rank's KV cache. They are seen after `settle` has committed the job."""
+        saver = self._saver
+        done = [self._run(life, engine, rank, job, saver.save if saver is not None else None) for job in jobs]
+        self._wake()
+        return self.life, done
+
+    def load(
+        self, life: StoreLife, engine: EngineId, rank: Rank, jobs: Sequence[LoadJob]
+    ) -> tuple[StoreLife, list[JobDone]]:
+        """Copy leased blocks into the rank's KV cache, checked."""
+        loader = self._loader
+        done = [self._run(life, engine, rank, job, loader.load if loader is not None else None) for job in jobs]
+        return self.life, done
+
+    def _run(
+        self,
+        life: StoreLife,
+        engine: EngineId,
+        rank: Rank,
+        job: Job,
+        method: Callable[[Engine, Session, Job], JobDone] | None,
+    ) -> JobDone:
+        # Ray may deliver a call that was meant for the life before: its blocks belong to others by now.
+        if life != self.life or method is None:
+            return not_done(job, "it was meant for another life of the store")
+        try:
+            with self._sessions.use(engine, rank) as (found, session):
+                return method(found, session, job)
+        except StoreError as error:
+            return not_done(job, str(error))
+        except Exception as error:  # a defect; whatever it was, no copy runs any more when it gets here
+            logger.exception("job %s of engine %s, rank %d", job.job, engine, rank)
+            return not_done(job, f"{type(error).__name__}: {error}")
+
+    def _wake(self) -> None:
+        if self._mover is not None:
+            self._mover.wake()
+
+
+_FIGURES = (
+    "leases",
+    "look_ups",
+    "hit_blocks",
+    "missed_blocks",
+    "saved_blocks",
+    "skipped_blocks",
+    "loaded_blocks",
+)
+_TIER_FIGURES = ("medium", "slots", "used", "writing", "quarantined", "evicted", "hits", "bad_reads", "off")

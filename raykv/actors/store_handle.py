@@ -1,0 +1,173 @@
+"""A node's store as a Ray actor: found or started by name, called, listed, shut down. Part of RayKV's edge to Ray.
+
+The actor is detached and restarted by Ray whenever it dies: it outlives engines, and a kill is how a link settles what
+it can't wait for. Calls are never retried by Ray, for a job of one life must not reach the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.actors import cluster, handles
+from raykv.actors.host_base import HostInfo, compare_versions
+from raykv.actors.processes import Pidfd
+from raykv.actors.store_call import Done, reason
+from raykv.errors import HostError, HostTimeout, RayKVError, StoreError
+from raykv.store_messages import Attached, StoreSpec
+
+PREFIX = "raykv-store-"
+GROUPS = {"look_up": 1, "load": 8, "save": 8, "settle": 1, handles.CONTROL_GROUP: 4}
+"""Threads by concurrency group: a look-up waits for look-ups only, a rank's load for nobody's save."""
+GROUP_OF = {"look_up": "look_up", "look_ups": "look_up", "load": "load", "save": "save", "settle": "settle"}
+OPEN_S = 60.0
+SHUTDOWN_S = 10.0
+
+
+class StoreHandle:
+    """Implements `store_call.StoreCaller` over Ray: a call goes to whatever life of the actor there is."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+        self._methods: dict[str, Any] = {}  # kept, since Ray makes a new object each time
+
+    def submit(self, method: str, *args: Any, done: Done) -> None:
+        """About 0.1 to 0.4 ms; `done` runs in a thread of Ray's."""
+
+        def ended(future: Any) -> None:
+            error = future.exception()
+            if error is None:
+                done(future.result(), None)
+            else:
+                done(None, handles.translated(self.name, error))
+
+        try:
+            future = self._bound(method).remote(*args).future()
+        except Exception as error:  # before it was sent, or after: the caller can't tell
+            raise handles.translated(self.name, error) from error
+        future.add_done_callback(ended)
+
+    def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """Raises HostTimeout, HostDied or HostRaised."""
+        try:
+            return ray.get(self._bound(method).remote(*args), timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise HostTimeout(f"{self.name} did not answer within {timeout:g} s") from None
+        except Exception as error:
+            raise handles.translated(self.name, error) from error
+
+    def process(self, attached: Attached) -> Pidfd | None:
+        """The process of that life, if it lives and is of this node."""
+        return Pidfd.open(attached.pid, attached.started)
+
+    def _bound(self, method: str) -> Any:
+        bound = self._methods.get(method)
+        if bound is None:
+            group = GROUP_OF.get(method, handles.CONTROL_GROUP)
+            bound = self._methods[method] = getattr(self._actor, method).options(concurrency_group=group)
+        return bound
+
+
+def store_name(store: str, node_id: str) -> str:
+    """The name of the actor: one per node and store."""
+    return f"{PREFIX}{store}-{node_id[:12]}"
+
+
+def open_store(
+    spec: StoreSpec, node_id: str | None = None, *, namespace: str = "raykv", timeout: float = OPEN_S
+) -> StoreHandle:
+    """Find the store of a node (this process's own by default), or start it as `spec` says.
+
+    Blocks until it answers. Raises StoreError with the fix; also if a store of that name runs with other tiers.
+    """
+    if not ray.is_initialized():  # Ray would start a cluster by itself
+        raise StoreError("A store can't be opened: this process is in no Ray cluster (cluster.connect).")
+    if not cluster.head_reachable():  # Ray would wait for it for a minute
+        raise StoreError("A store can't be found or started while Ray's head is away: `raykv restart-head`.")
+    from raykv.actors.node_store import NodeStore  # torch, which the command line does without
+
+    node = node_id or ray.get_runtime_context().get_node_id()
+    name = store_name(spec.name, node)
+    try:
+        actor = (
+            ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
+                NodeStore
+            )
+            .options(
+                name=name,
+                namespace=namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(spec, namespace, own_process=True)
+        )
+        handle = StoreHandle(name, actor)
+        info = handle.call("info", timeout=timeout)
+        compare_versions(name, HostInfo.from_wire(info))
+    except RayKVError as error:
+        raise StoreError(f"The store {spec.name!r} of this node can't be used: {reason(error)}") from error
+    except Exception as error:
+        raise StoreError(f"The store {spec.name!r} could not be started: {type(error).__name__}: {error}") from error
+    conflict = _conflict(spec, info["spec"])
+    if conflict:
+        raise StoreError(
+            f"The store {spec.name!r} of this node runs with {conflict}. Engines that share a store must describe it "
+            "alike: give this engine the same, or another `store` name and another disk path; or end the store with "
+            "`raykv stop`."
+        )
+    return handle
+
+
+def _conflict(spec: StoreSpec, running: Mapping[str, Any]) -> str:
+    """How the running store differs from what an engine wants; empty if it does not matter."""
+    wanted = [(str(tier.medium), tier.capacity, tier.path) for tier in spec.tiers]
+    if [tuple(tier) for tier in running["tiers"]] != wanted:
+        return f"the tiers {running['tiers']}, not {wanted}"
+    if running["checksum"] != spec.checksum:
+        return f"checksum={running['checksum']}, not {spec.checksum}"
+    if spec.slot_nbytes and spec.slot_nbytes != running["slot"]:
+        return f"slot={running['slot'] or 'automatic'}, not {spec.slot_nbytes}"
+    return ""
+
+
+def stores(namespace: str = "raykv") -> list[str]:
+    """The names of all stores in the cluster. Needs the head."""
+    return [name for name in handles.names(namespace) if name.startswith(PREFIX)]
+
+
+def shutdown_stores(
+    namespace: str = "raykv", node_id: str | None = None, *, remove_host: bool = True, timeout: float = SHUTDOWN_S
+) -> list[str]:
+    """End the stores of a node (this one's by default) for good; disk tiers stay. Returns their names.
+
+    What can't end by itself within `timeout` is killed. Needs the head.
+    """
+    node = node_id or ray.get_runtime_context().get_node_id()
+    ended = []
+    for name in stores(namespace):
+        if not name.endswith(f"-{node[:12]}"):
+            continue
+        deadline = time.monotonic() + timeout
+        process = None
+        with contextlib.suppress(HostError, ValueError):
+            actor = ray.get_actor(name, namespace)
+            handle = StoreHandle(name, actor)
+            try:
+                info = handle.call("info", timeout=timeout)
+                process = Pidfd.open(info["pid"], info["started"])
+                handle.call("shutdown", remove_host, timeout=max(0.1, deadline - time.monotonic()))
+            finally:
+                ray.kill(actor, no_restart=True)
+                ended.append(name)
+                if process is not None and not process.wait(1.0):
+                    process.signal(signal.SIGKILL)  # Ray's own kill is asked for, not enforced
+                    process.wait(timeout)
+    return ended

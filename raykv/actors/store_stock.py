@@ -1,0 +1,127 @@
+"""What an open store has: its tiers, the book about them and the one lock around it, rows to stage, threads to read."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from raykv.actors.store_tiers import Tiers
+from raykv.core.eviction import make_policy
+from raykv.core.slot_table import SlotTable
+from raykv.core.store_book import StoreBook
+from raykv.core.store_plans import Move
+from raykv.errors import DiskError
+from raykv.storage.disk_pool import aligned_buffer
+from raykv.store_messages import Medium
+from raykv.types import LeaseId
+
+logger = logging.getLogger("raykv")
+
+READ_THREADS = 4
+"""The queue depth of the disk pool: more would wait there."""
+STAGING_NBYTES = 64 << 20
+
+
+class Staging:
+    """Page-aligned rows for bytes on their way from or to a tier that is not memory. Any thread."""
+
+    def __init__(self, slot_nbytes: int) -> None:
+        count = max(4, min(64, STAGING_NBYTES // slot_nbytes))
+        self.rows: torch.Tensor = aligned_buffer(count * slot_nbytes).view(count, slot_nbytes)
+        self._free = list(range(count))
+        self._changed = threading.Condition()
+
+    def take(self, wait: bool = True) -> int | None:
+        """A row; None if there is none and the caller, who holds some, must not wait (it could be for himself)."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: bool(self._free))
+            return self._free.pop() if self._free else None
+
+    def take_some(self, most: int) -> list[int]:
+        """One row at least, which the caller, who holds none, may wait for."""
+        first = self.take()
+        assert first is not None
+        rows = [first]
+        while len(rows) < most and (more := self.take(wait=False)) is not None:
+            rows.append(more)
+        return rows
+
+    def give(self, rows: Iterable[int]) -> None:
+        with self._changed:
+            self._free.extend(rows)
+            self._changed.notify_all()
+
+
+class Stock:
+    """Made once the size of a slot is known. `lock` is around every call of `book` and the headers that it asks for."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers, self.spec = tiers, tiers.spec
+        self.lock = threading.Lock()
+        self.book = StoreBook(
+            [SlotTable(count, make_policy(self.spec.eviction, count)) for count in tiers.num_slots],
+            [tier.medium for tier in self.spec.tiers],
+            self.spec.cascade,
+            self.spec.lease_s,
+        )
+        for tier in range(len(self.spec.tiers)):
+            found, quarantined = tiers.recovered(tier)
+            self.book.recovered(tier, found, quarantined)
+            if found or quarantined:
+                medium = tiers.medium(tier)
+                logger.info("%s tier: %d blocks found again, %d slots out of use", medium, len(found), len(quarantined))
+        disk = any(tier.medium is Medium.DISK for tier in self.spec.tiers)
+        self._staging = Staging(tiers.slot_nbytes) if disk else None
+        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="raykv-read")
+        self._off: set[int] = set()
+        # Ids of another life's leases must mean nothing here: a load names its lease, and not that life.
+        self._first_lease = secrets.randbits(30) << 32
+
+    @property
+    def staging(self) -> Staging:
+        assert self._staging is not None, "only a disk tier needs staging"
+        return self._staging
+
+    def lease_out(self, lease: LeaseId) -> LeaseId:
+        """The book's number of a lease as engines know it."""
+        return LeaseId(self._first_lease + lease)
+
+    def lease_in(self, lease: LeaseId) -> LeaseId:
+        """The reverse; a lease of another life becomes a number that the book never gave."""
+        return LeaseId(lease - self._first_lease)
+
+    def end_move(self, move: Move, ok: bool, bad_source: bool = False) -> None:
+        """A move has ended, and its headers follow."""
+        with self.lock:
+            end = self.book.end_move(move, ok, bad_source)
+            self.tiers.publish(end.publish)
+            self.tiers.clear(end.clear)
+            if bad_source:
+                self.tiers.quarantine([move.source])
+
+    def switch_off(self, tier: int, error: DiskError) -> None:
+        """A medium has failed for good. The store serves on without it."""
+        with self.lock:
+            if tier in self._off:
+                return
+            self._off.add(tier)
+            self.book.tier_off(tier, str(error))
+        logger.error(
+            "The %s tier of store %s (%s) is switched off: %s The store serves on without it; `raykv stop` and a new "
+            "start try it again.",
+            self.tiers.medium(tier),
+            self.spec.name,
+            self.spec.tiers[tier].path or "memory",
+            error,
+        )
+
+    def close(self, remove_host: bool) -> None:
+        """No copy runs any more."""
+        self.readers.shutdown(wait=True)
+        self.tiers.close(remove_host)
