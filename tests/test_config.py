@@ -374,7 +374,7 @@ def test_a_bad_choice(raw: Any, words: list[str]) -> None:
 
 def test_a_bad_load_policy() -> None:
     refused(top(child(), raykv={"load_policy": "fist"}), f'{CHILD_RAYKV}.load_policy is "fist"', 'mean "first"')
-    refused(top(child(), raykv={"load_policy": "compose"}), "TierConnector", "tiering service", '"longest"')
+    refused(top(child(), raykv={"load_policy": "composed"}), 'mean "compose"')
 
 
 TIMES = [

@@ -15,6 +15,10 @@ ORDERED_BY_STREAM = "it orders its copies by the stream of vLLM's worker and flu
 INLINE_ONLY = {"OffloadingConnector": ORDERED_BY_STREAM, "SimpleCPUOffloadConnector": ORDERED_BY_STREAM}
 """vLLM's classes that can't leave vLLM's worker process, and why."""
 
+OWN_INLINE = {"TierConnector": "the node's store does its work already, in a process of its own"}
+"""RayKV's own classes that stay in vLLM's worker process, and why."""
+OWN_MODULE = "raykv.connector"
+
 RENAMED = {"SharedStorageConnector": "ExampleConnector"}
 """Names of older vLLM that 0.32 does not register, and what it calls these classes."""
 
@@ -37,10 +41,12 @@ class SaveMode(StrEnum):
 
 
 class LoadPolicy(StrEnum):
-    """Whose hit is loaded: that of the first child with tokens, in the config's order, or the longest one."""
+    """Whose hit is loaded: that of the first child with tokens, in the config's order, or the longest one, or several
+    in one load, each block from the first child that has it."""
 
     FIRST = "first"
     LONGEST = "longest"
+    COMPOSE = "compose"
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class ChildOptions:
     name: ChildName
     """Default: the name of its class; of children of one class the later ones get '-2', '-3' and so on."""
     run: RunMode = RunMode.ACTOR
-    """INLINE is the default, and the only choice, for the classes in INLINE_ONLY."""
+    """INLINE is the default, and the only choice, for the classes in INLINE_ONLY and OWN_INLINE."""
     load: bool = True
     """False: never asked for hits."""
     save: SaveMode = SaveMode.ALL
@@ -138,6 +144,9 @@ class MultiConfig:
     children: tuple[ChildConfig, ...]
     """At least one, in the order of `connectors`; their names are unique."""
     load_policy: LoadPolicy = LoadPolicy.FIRST
+    load_cost: bool = False
+    """Leave hits alone that take longer to load than to compute, by measured rates. Off unless asked for: where the
+    model is so small that both take about the same, hits would be used and left in turns."""
     lookup_timeout_s: float | None = None
     """How long a request waits for all its look-ups together; None: only the children's own limits."""
     ray_address: str | None = None
@@ -149,6 +158,15 @@ class MultiConfig:
 def is_vllms(module_path: str | None) -> bool:
     """Whether a class found this way is vLLM's own, so that what RayKV knows by its name holds."""
     return module_path is None or module_path.startswith("vllm.")
+
+
+def why_inline(connector: str, module_path: str | None) -> str | None:
+    """Why a class found this way must stay in vLLM's worker process, if so."""
+    if module_path is None or module_path.startswith(OWN_MODULE):  # None: RayKV's plugin registers its own classes
+        own = OWN_INLINE.get(connector)
+        if own is not None:
+            return own
+    return INLINE_ONLY.get(connector) if is_vllms(module_path) else None
 
 
 def known_synchronous(child: ChildConfig) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raykv.config.model import (
-    INLINE_ONLY,
     MAX_RETRY_S,
     RENAMED,
     ChildConfig,
@@ -16,7 +15,7 @@ from raykv.config.model import (
     MultiConfig,
     RunMode,
     SaveMode,
-    is_vllms,
+    why_inline,
 )
 from raykv.config.reader import Reader, copy_json, did_you_mean, nearest, show
 from raykv.errors import ConfigError, UnknownConnectorError
@@ -96,15 +95,11 @@ def parse(kv_transfer: object) -> MultiConfig:
     extra.only({"connectors", "raykv"}, BELONGS_AT_TOP)
     options = extra.inner("raykv")
     options.only(TOP_OPTIONS, BELONGS_AT_TOP)
-    if options.raw.get("load_policy") == "compose":
-        raise ConfigError(
-            f'{options.path("load_policy")} is "compose". That needs a TierConnector child and arrives '
-            'with the tiering service; until then use "first" or "longest".'
-        )
     default = MultiConfig(children=())
     return MultiConfig(
         children=_children(top, extra, valid_fields),
         load_policy=options.choice("load_policy", LoadPolicy, default.load_policy),
+        load_cost=options.flag("load_cost", default.load_cost),
         lookup_timeout_s=(
             None if options.raw.get("lookup_timeout_s") is None else options.seconds("lookup_timeout_s", 0)
         ),
@@ -236,11 +231,11 @@ def _inherited(
 def _options(child: _Foreign, name: ChildName) -> ChildOptions:
     raykv = child.raykv
     default = ChildOptions(name)
-    why_inline = INLINE_ONLY.get(child.connector) if is_vllms(child.module_path) else None
-    run = raykv.choice("run", RunMode, RunMode.INLINE if why_inline else default.run)
-    if why_inline and run is not RunMode.INLINE:
+    why = why_inline(child.connector, child.module_path)
+    run = raykv.choice("run", RunMode, RunMode.INLINE if why else default.run)
+    if why and run is not RunMode.INLINE:
         raise ConfigError(
-            f'{raykv.path("run")} is "{run}", but {child.connector} can\'t run in an actor: {why_inline}. '
+            f'{raykv.path("run")} is "{run}", but {child.connector} can\'t run in an actor: {why}. '
             'Use "inline", or leave the key out.'
         )
     warm_spare = raykv.flag("warm_spare", default.warm_spare)

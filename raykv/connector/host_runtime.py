@@ -17,8 +17,9 @@ from raykv.config import ChildConfig
 from raykv.connector import standins, vllm_compat
 from raykv.connector.metadata import ChildWorkerOutput, dump, load
 from raykv.errors import HostedConnectorError
-from raykv.kvcache.fence import FenceHandle, MappedFence, open_fence
-from raykv.kvcache.share import KVCacheHandle, MappedKVCache, open_kv_caches
+from raykv.kvcache.fence import MappedFence, open_fence
+from raykv.kvcache.handles import CacheHandles
+from raykv.kvcache.share import MappedKVCache, open_kv_caches
 from raykv.messages import HookFault, HostReport, Phase, StepRecord
 from raykv.types import Incarnation, Rank, StepId
 
@@ -38,14 +39,6 @@ class HostSetup:
     groups: dict[str, tuple[int, tuple[int, ...]]]
     backends: dict[str, str]
     device: str
-
-
-@dataclass(frozen=True)
-class CacheHandles:
-    """The engine's KV cache and the fence behind its forward passes."""
-
-    caches: KVCacheHandle
-    fence: FenceHandle
 
 
 def build(setup: bytes) -> HostedRuntime:

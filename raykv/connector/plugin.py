@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NAMES = ("RayMultiConnector",)
+NAMES = ("RayMultiConnector", "TierConnector")
 
 
 def register() -> None:

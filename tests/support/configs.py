@@ -59,3 +59,20 @@ def nixl_child(role: str, **raykv: Any) -> dict[str, Any]:
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": extra,
     }
+
+
+def tier_child(
+    store: str, host: str | None = None, disk: str | None = None, path: str | Path | None = None, **more: Any
+) -> dict[str, Any]:
+    """RayKV's TierConnector over the node's store of that name; `host` and `disk` are capacities."""
+    tiers: list[dict[str, str]] = []
+    if host is not None:
+        tiers.append({"medium": "host", "capacity": host})
+    if disk is not None:
+        tiers.append({"medium": "disk", "capacity": disk, "path": str(path)})
+    return {
+        "kv_connector": "TierConnector",
+        "kv_connector_module_path": "raykv.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": store, "tiers": tiers, **more},
+    }

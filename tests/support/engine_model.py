@@ -49,6 +49,8 @@ class Request:
     id: RequestId
     family: int
     wishes: list[int]
+    hands: int = 1
+    """How many of its wishes a load takes at once."""
     state: State = State.WAITING
     blocks: dict[int, list[Block]] = field(default_factory=lambda: {FULL: [], WINDOWED: []})
     targets: list[Block] = field(default_factory=list)
@@ -60,9 +62,10 @@ class Request:
 
 @dataclass(eq=False)
 class Load:
-    """One rank's share of a load, and the truth about it."""
+    """What one child loads of a load on one rank."""
 
     request: Request
+    child: int
     attempt: Attempt
     blocks: frozenset[int]
 
@@ -160,7 +163,7 @@ class Child:
     up: bool = True
     planned: StepId = NEVER
     known: set[RequestId] = field(default_factory=set)
-    loads: list[tuple[Request, Attempt]] = field(default_factory=list)
+    loads: list[tuple[Request, Attempt, frozenset[int]]] = field(default_factory=list)
 
     def mark_down(self) -> None:
         self.up = False
@@ -180,7 +183,8 @@ class Engine:
         self.requests: list[Request] = []  # all that have not ended, in order of arrival
         self.held: dict[RequestId, Request] = {}  # those that vLLM holds for a load
         self.in_flight: deque[set[RequestId]] = deque()  # of planned steps: what their outputs will echo
-        self.truth: dict[tuple[RequestId, Attempt], dict[Rank, bool]] = {}
+        self.truth: dict[tuple[RequestId, Attempt], dict[tuple[int, Rank], bool]] = {}
+        self.loaders: dict[tuple[RequestId, Attempt], list[int]] = {}
         self.failed: set[tuple[RequestId, int]] = set()
         self.steps = 0
         self.broken = False
@@ -231,12 +235,12 @@ class Engine:
             raise violated(self, "no block is held by pins alone, yet one is said to come free")
 
     def saw(self, load: Load, rank: Rank, well: bool) -> None:
-        self.truth[(load.request.id, load.attempt)][rank] = well
+        self.truth[(load.request.id, load.attempt)][(load.child, rank)] = well
 
     # -- requests -------------------------------------------------------------------------------------------
 
-    def arrive(self, family: int, wishes: list[int]) -> None:
-        request = Request(RequestId(f"r{self._count}"), family, wishes)
+    def arrive(self, family: int, wishes: list[int], hands: int = 1) -> None:
+        request = Request(RequestId(f"r{self._count}"), family, wishes, hands)
         self._count += 1
         self.requests.append(request)
         self.ledger.request_arrived(request.id)
@@ -326,19 +330,27 @@ class Engine:
         return True
 
     def _begin_load(self, request: Request) -> bool:
+        loaders = []
         for c in request.wishes:
             child = self.children[c]
             may = self.ledger.may_load(request.id, c)
             if may == ((request.id, c) in self.failed):
                 raise violated(self, f"{request.id} may load from {c}: {may}, though it failed there: {not may}")
             if may and child.up and request.id in child.known:
-                attempt = self.ledger.open_load(request.id, c)
-                self.truth[(request.id, attempt)] = {}
-                child.loads.append((request, attempt))
-                request.state = State.LOADING
-                self.held[request.id] = request
-                return True
-        return False
+                loaders.append(c)
+        loaders = loaders[: min(request.hands, len(request.targets))]
+        if not loaders:
+            return False
+        attempt = self.ledger.open_load(request.id, *loaders)
+        self.truth[(request.id, attempt)] = {}
+        self.loaders[(request.id, attempt)] = loaders
+        rest = request.targets
+        for left, c in zip(range(len(loaders) - 1, -1, -1), loaders, strict=True):
+            mine, rest = (rest[:1], rest[1:]) if left else (rest, [])
+            self.children[c].loads.append((request, attempt, frozenset(block.block_id for block in mine)))
+        request.state = State.LOADING
+        self.held[request.id] = request
+        return True
 
     def _cache(self, request: Request) -> None:
         for i, block in enumerate(request.blocks[FULL][:PREFIX]):
@@ -368,7 +380,7 @@ class Engine:
         loads, child.loads = child.loads, []
         for rank in self.ranks:
             host, incarnation = self.host(c, rank), child.incarnations[rank]
-            mine = [Load(r, a, frozenset(b.block_id for b in r.targets)) for r, a in loads]
+            mine = [Load(request, c, attempt, blocks) for request, attempt, blocks in loads]
             if child.up:
                 host.queue.append(Record(self._step, incarnation, readable, mine))
             else:  # no metadata: nothing runs
@@ -414,12 +426,23 @@ class Engine:
         completed = {c: StepId(min(child.done.values())) for c, child in enumerate(self.children)}
         self.pool.free_blocks(self.pins.release(completed))
         for request_id, c in settled.ended:
-            if (request_id, c) not in settled.loaded and request_id in self.held:
+            if request_id in self.held and not self._truth_of(request_id, c):
                 self.failed.add((request_id, c))
         for request_id in settled.tell:
             self._hear(request_id, well=True)
         for request_id in heard:
             self._hear(request_id, well=False)
+
+    def _attempt(self, request_id: RequestId) -> Attempt:
+        return max(a for r, a in self.truth if r == request_id)
+
+    def _truth_of(self, request_id: RequestId, c: int) -> bool:
+        """Whether the child's share of the request's last load went well. It must have ended on every rank."""
+        ends = self.truth[(request_id, self._attempt(request_id))]
+        mine = [ends.get((c, rank)) for rank in self.ranks]
+        if None in mine:
+            raise violated(self, f"the share of child {c} of the load of {request_id} has not ended: {ends}")
+        return all(mine)
 
     def _hear(self, request_id: RequestId, well: bool) -> None:
         """vLLM gets `finished_recving`; `well`: without `failed_recving`."""
@@ -431,11 +454,10 @@ class Engine:
         if request.state is State.ENDED:
             self._vllm_frees(request)
             return
-        attempt = max(a for r, a in self.truth if r == request_id)
-        truth = self.truth[(request_id, attempt)]
-        if well != (len(truth) == len(self.ranks) and all(truth.values())):
+        loaders = self.loaders[(request_id, self._attempt(request_id))]
+        if well != all([self._truth_of(request_id, c) for c in loaders]):
             raise violated(
-                self, f"the load of {request_id} was told as {'good' if well else 'failed'}, but was {truth}"
+                self, f"the load of {request_id} was told as {'good' if well else 'failed'}, but was {self.truth}"
             )
         if well:
             request.state = State.READY

@@ -5,9 +5,11 @@ They run there, by name, through `Engine.call_core` and `Engine.call_workers`; a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +66,39 @@ def connector(core: Any) -> str:
     """The class that serves as the scheduler half."""
     half = core.scheduler.connector
     return f"{type(half).__module__}.{type(half).__qualname__}" if half is not None else ""
+
+
+def _store(name: str) -> Any:
+    """The store of this node, as somebody who only looks at it."""
+    import ray
+
+    from raykv.actors import store_handle
+
+    full = store_handle.store_name(name, ray.get_runtime_context().get_node_id())
+    return store_handle.StoreHandle(full, ray.get_actor(full, "raykv"))
+
+
+def store_status(_: Any, name: str) -> dict[str, Any]:
+    status = dataclasses.asdict(_store(name).call("status", timeout=30))
+    return json.loads(json.dumps(status))
+
+
+def store_clear(_: Any, name: str, medium: str) -> int:
+    from raykv.store_messages import Medium
+
+    return _store(name).call("clear", Medium(medium), timeout=30)
+
+
+def store_settle(_: Any, name: str, timeout_s: float = 30.0) -> None:
+    """Until nothing is being written or moved; then the store's own books are checked."""
+    deadline = time.monotonic() + timeout_s
+    store, quiet, last = _store(name), 0, None
+    while quiet < 3:
+        status = store.call("status", timeout=30)
+        figures = [(tier.used, tier.writing) for tier in status.tiers]
+        quiet = quiet + 1 if figures == last and not any(tier.writing for tier in status.tiers) else 0
+        last = figures
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the store does not come to rest: {status}")
+        time.sleep(0.1)
+    store.call("check_integrity", timeout=30)

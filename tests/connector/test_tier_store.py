@@ -1,0 +1,155 @@
+"""TierConnector, its real links and a real NodeStore on vLLM's real scheduler; only the processes are one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raykv.actors.store_link import StoreAsker, StoreWorkerLink
+from raykv.config.tiers import parse_tiers
+from raykv.store_messages import Medium
+from tests.support.in_process_store import InProcessStore
+from tests.support.tier_bench import BENCHES, Benches, TierBench, tier_child
+
+pytestmark = pytest.mark.vllm
+PATIENCE_S = 30.0
+
+
+def wait(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.002)
+
+
+class RealStore:
+    """A NodeStore as `TierBench` sees one; several engines may use it."""
+
+    hold_answers = hold_jobs = False
+
+    def __init__(self, folder: Path, tiers: list[dict[str, Any]]) -> None:
+        options = parse_tiers({"tiers": tiers})
+        (folder / "shm").mkdir()
+        self.process = InProcessStore(options.store, folder / "shm")
+        self.askers: list[StoreAsker] = []
+
+    def new_asker(self, options: Any, engine: Any) -> StoreAsker:
+        asker = StoreAsker(self.process, engine, 5.0)
+        wait(lambda: asker.up, "the store to answer")
+        self.askers.append(asker)
+        return asker
+
+    def new_link(self, options: Any, attach: Any) -> StoreWorkerLink:
+        return StoreWorkerLink(self.process, attach, 5.0, 5.0)
+
+    def touching(self, blocks: Iterable[int]) -> list[str]:
+        return []
+
+    def status(self) -> Any:
+        return self.process.call("status", timeout=PATIENCE_S)
+
+    def used(self, medium: Medium) -> int:
+        return next(tier.used for tier in self.status().tiers if tier.medium is medium)
+
+    def check_empty(self) -> None:
+        wait(lambda: self.status().leases == 0, "all leases to be given back")
+        wait(lambda: all(tier.writing == 0 for tier in self.status().tiers), "all jobs to be settled")
+        self.process.call("check_integrity", timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[[str], RealStore]]:
+    """Makes a store whose host tier has this capacity."""
+    opened: list[RealStore] = []
+
+    def make(host: str) -> RealStore:
+        disk = {"medium": "disk", "capacity": "4MiB", "path": str(tmp_path / "disk")}
+        opened.append(RealStore(tmp_path, [{"medium": "host", "capacity": host}, disk]))
+        return opened[0]
+
+    yield make
+    for store in opened:
+        store.process.close()
+
+
+@pytest.fixture
+def store(open_store: Callable[[str], RealStore]) -> RealStore:
+    return open_store("2MiB")
+
+
+@pytest.fixture(params=BENCHES, ids=str)
+def bench_of(request: pytest.FixtureRequest) -> Benches:
+    return request.param
+
+
+def bench(make: Benches, store: RealStore, **options: Any) -> TierBench:
+    return make(store=store, tier=tier_child(lookup_timeout_s=PATIENCE_S), **options)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_prompt_comes_back_byte_by_byte(bench_of: Benches, store: RealStore, window: int | None) -> None:
+    with bench(bench_of, store, window=window, batched_tokens=96) as engine:
+        engine.add(307, max_tokens=20)
+        engine.forget_locally()
+        blocks = 20 * bench_of.ranks * len(engine.groups)
+        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= blocks, "the commits")
+        engine.add(engine.results["r0"].prompt, max_tokens=20)
+        engine.run()
+        assert engine.results["r1"].tokens == engine.results["r0"].tokens
+        assert engine.tier_total("tokens_loaded_host") + engine.tier_total("tokens_loaded_disk") == 19 * 16
+
+
+def test_another_engine_finds_it(bench_of: Benches, store: RealStore) -> None:
+    """The first engine has gone; the store has not."""
+    with bench(bench_of, store) as engine:
+        engine.add(200)
+        engine.run()
+        prompt = engine.results["r0"].prompt
+        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
+    wait(lambda: store.status().engines == (), "the engine to leave")
+    with bench(bench_of, store) as engine:
+        engine.add(prompt)
+        engine.run()
+        assert engine.tier_total("loads") == 1 and engine.tier_total("loads_failed") == 0
+
+
+def test_the_store_dies_and_what_it_had_is_found_again(bench_of: Benches, store: RealStore) -> None:
+    with bench(bench_of, store) as engine:
+        engine.add(200)
+        engine.forget_locally()
+        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
+        store.process.hang("load")
+        engine.add(engine.results["r0"].prompt)
+        engine.until(lambda: engine.status("r1") == "WAITING_FOR_REMOTE_KVS")
+        engine.step(3)
+        store.process.die()
+        store.process.go_on()
+        engine.run()
+        assert engine.tier_total("loads_failed") == 1
+        engine.forget_locally()
+        wait(lambda: len(store.status().engines) == 1, "the ranks to come back")
+        loads = engine.tier_total("loads")
+        for seed in range(50):  # the first may come before the asker has heard of the new life
+            engine.add([*engine.results["r0"].prompt, seed])
+            engine.run()
+            if engine.tier_total("loads") > loads:
+                break
+            engine.forget_locally()
+            time.sleep(0.1)
+        assert engine.tier_total("loads") > loads
+
+
+def test_many_prompts_through_small_tiers(bench_of: Benches, open_store: Callable[[str], RealStore]) -> None:
+    """Evictions, moves to disk and back, preemptions, repeated prompts: every token is right."""
+    store = open_store("160KiB")
+    with bench(bench_of, store, num_blocks=40, window=64) as engine:
+        for turn in range(30):
+            engine.add(60 + turn % 5 * 40, seed=turn % 3, max_tokens=10)
+            engine.step(2)
+            if turn % 3 == 2:
+                engine.forget_locally()
+        assert engine.tier_total("tokens_saved") > 0 and engine.tier_total("loads") > 0
