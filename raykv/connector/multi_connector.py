@@ -137,21 +137,11 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         default = super().get_loaded_kv_cache_group_ids(request)
-        child = self._scheduler.chosen_child(request)
-        if child is None:
-            return default
-        return child.call("get_loaded_kv_cache_group_ids", lambda c: c.get_loaded_kv_cache_group_ids(request), default)
+        return self._scheduler.loads.filled_groups(request, default)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        default = super().get_external_cache_hit_sources(request, num_external_tokens)
-        child = self._scheduler.loading_child(request)
-        if child is None:
-            return default
-        return child.call(
-            "get_external_cache_hit_sources",
-            lambda c: c.get_external_cache_hit_sources(request, num_external_tokens),
-            default,
-        )
+        default = super().get_external_cache_hit_sources
+        return self._scheduler.loads.hit_sources(request, default) or default(request, num_external_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

@@ -48,6 +48,7 @@ class SchedulerChild:
         self.planned = NEVER
         self.done = dict.fromkeys((Rank(r) for r in range(num_ranks)), NEVER)
         self.known: set[RequestId] = set()
+        self.strangers: set[RequestId] = set()
         self.must_retire = False
         self.faulted = False
         self._connector: KVConnectorBase_V1 | None = connector
@@ -91,6 +92,18 @@ class SchedulerChild:
                 self.state = ChildState.PAUSED
                 self._paused_until = time.monotonic() + verdict.pause_s
 
+    def arrived(self, request: RequestId) -> bool:
+        """A request of the engine's; whether the child hears of it. It never does of one that came while it was off."""
+        with self._lock:  # else it could go down in between and come back "knowing" the request
+            (self.known if self.up else self.strangers).add(request)
+            return request in self.known
+
+    def ended(self, requests: frozenset[RequestId]) -> None:
+        """The step that tells of these requests' end was planned."""
+        with self._lock:
+            self.known -= requests
+            self.strangers -= requests
+
     def is_idle(self, meta: Any, meta_bytes: bytes) -> bool:
         """Whether this metadata asks nothing of the worker half, for classes where that can be told."""
         if not self._may_idle:
@@ -110,6 +123,7 @@ class SchedulerChild:
         with self._lock:
             if self.state is not ChildState.DOWN:
                 self.state = ChildState.DOWN
+                self.strangers |= self.known
                 self.known.clear()
 
     def distrust(self) -> None:

@@ -20,15 +20,14 @@ from raykv.config import MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.block_pins import BlockPins
 from raykv.connector.events import EventJoin, tagged
+from raykv.connector.load_planner import LoadPlanner, StepLoads
 from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, dump
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import RayMultiStats, SchedulerCounters
-from raykv.connector.sync_loads import UnprovenBlocks, why_no_sync_loads
 from raykv.connector.transfer_params import ChildParams, merge_returned
+from raykv.core.idle_pause import IdlePause
 from raykv.core.ledger import Ledger, Settled
-from raykv.core.lookups import Answer, LookupBook, Outcome
-from raykv.core.stalls import StallWatch
-from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind, LoadOrder
+from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind
 from raykv.types import Rank, RequestId, StepId
 
 if TYPE_CHECKING:
@@ -37,55 +36,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("raykv")
 
-SETTLING_PAUSE_S = 0.003
-"""At most what a request that arrives in a quiet engine waits for such a step; measured steps took 1 to 2 ms."""
-
 
 class SchedulerHalf:
     """The scheduler half of one engine's MultiConnector."""
 
     def __init__(self, config: MultiConfig, children: Sequence[SchedulerChild], vllm_config: Any, kv_cache_config: Any):
         num_ranks = vllm_config.parallel_config.world_size
-        limits = [c.config.options.lookup_timeout_s for c in children]
-        if config.lookup_timeout_s is not None:
-            limits = [min(limit, config.lookup_timeout_s) for limit in limits]
         self.children = list(children)
-        self._config = config
-        self._kv_cache_config = kv_cache_config
         self._block_size = vllm_config.cache_config.block_size
         self._ledger = Ledger(len(self.children), num_ranks)
         self._pins = BlockPins(vllm_compat.windowed_groups(kv_cache_config))
-        self._lookups = LookupBook(config.load_policy, limits)
         self._params = ChildParams([child.name for child in self.children])
         self._counters = SchedulerCounters(self.children)
-        self._sync_refusals = [
-            why_no_sync_loads(vllm_config, kv_cache_config, config, child.config) for child in self.children
-        ]
+        self.loads = LoadPlanner(
+            config, self.children, vllm_config, kv_cache_config, self._ledger, self._params, self._counters
+        )
+        self._idle_pause = IdlePause()
+        self._any_hosted_saves = any(child.hosted and child.saves for child in children)
         self._step = StepId(-1)
         self._requests: dict[RequestId, Request] = {}
-        self._chosen_computed: dict[RequestId, int] = {}
-        self._loads: dict[ChildIndex, list[LoadOrder]] = {}
-        self._sync_loads: dict[ChildIndex, list[tuple[RequestId, tuple[int, ...]]]] = {}
         self._owed: dict[ChildIndex, list[RequestId]] = {}
         self._echo: set[RequestId] = set()
-        self._doubtful: set[ChildIndex] = set()
         self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
-        self._passed: dict[RequestId, set[ChildIndex]] = {}
         self._early_events: list[ChildEvent] = []
         self._event_joins = [EventJoin() for _ in self.children]
         self._sync_failed = False
-        self._unproven = UnprovenBlocks(self._block_size)
-        self._stalls = StallWatch()
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
     def bind(self, kv_cache_manager: Any) -> None:
         self._pins.bind(kv_cache_manager.block_pool)
-        self._unproven.bind(kv_cache_manager.block_pool)
+        self.loads.bind(kv_cache_manager)
         for child in self.children:
             child.call("bind_kv_cache_manager", lambda c: c.bind_kv_cache_manager(kv_cache_manager), None)
 
-    # -- look-ups -------------------------------------------------------------------------------------------
+    # -- a request's loads ----------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         self._accept_rebuilt()
@@ -94,127 +79,40 @@ class SchedulerHalf:
         self._ledger.request_arrived(request_id)
         self._params.add(request)
         for child in self.children:
-            if child.up:
-                child.known.add(request_id)
+            if child.arrived(request_id):
                 with self._params.of(child.index, request):
                     child.call("on_new_request", lambda c: c.on_new_request(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._accept_rebuilt()
-        if self._unproven.shared_by(request, num_computed_tokens):
-            return None, False
-        request_id, now = RequestId(request.request_id), time.monotonic()
-        if request_id in self._passed and vllm_compat.is_status(request, "PREEMPTED"):
-            del self._passed[request_id]
-        for index in self._lookups.to_ask(request_id, num_computed_tokens, now):
-            child = self.children[index]
-            if request_id in child.known:
-                with self._params.of(index, request):
-                    tokens, is_async = child.call(
-                        "get_num_new_matched_tokens",
-                        lambda c: c.get_num_new_matched_tokens(request, num_computed_tokens),
-                        (0, False),
-                    )
-                tokens = None if tokens is None else max(0, tokens)
-                refusal = self._sync_refusals[index]
-                if tokens and not is_async and refusal:
-                    self._counters.refuse_sync(child, refusal)
-                    tokens = 0
-                self._lookups.answer(request_id, index, Answer(tokens, is_async, num_computed_tokens))
-        eligible = {
-            child.index: child.up
-            and child.config.options.load
-            and request_id in child.known
-            and self._ledger.may_load(request_id, child.index)
-            and child.index not in self._passed.get(request_id, ())
-            for child in self.children
-        }
-        if self._stalls.is_withdrawn(request_id):
-            eligible = {}
-        choice = self._lookups.choose(request_id, eligible, now)
-        if choice.outcome is Outcome.PENDING:
-            return None, False
-        if choice.is_async:
-            self._stalls.promised(request_id)
-        self._chosen_computed[request_id] = num_computed_tokens
-        return choice.tokens, choice.is_async
-
-    def chosen_child(self, request: Request) -> SchedulerChild | None:
-        """The child whose hit was promised for this request, while the load is being planned."""
-        choice = self._lookups.chosen(RequestId(request.request_id))
-        if choice is None or choice.outcome is not Outcome.HIT:
-            return None
-        return self.children[choice.child]
-
-    def loading_child(self, request: Request) -> SchedulerChild | None:
-        """The child whose load was planned for this request and has not ended."""
-        index = self._counters.choice_of(RequestId(request.request_id))
-        return None if index is None else self.children[index]
+        return self.loads.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        request_id = RequestId(request.request_id)
-        choice = self._lookups.take(request_id)
-        self._stalls.taken(request_id)
-        winner = choice.child if num_external_tokens > 0 and choice.outcome is Outcome.HIT else -1
-        for child in self.children:
-            if request_id not in child.known:
-                continue
-            tokens = num_external_tokens if child.index == winner else 0
-            child.faulted = False
-            with self._params.of(child.index, request):
-                child.call(
-                    "update_state_after_alloc",
-                    lambda c, n=tokens: c.update_state_after_alloc(request, blocks, n),  # type: ignore[misc]
-                    None,
-                )
-            if child.config.connector in vllm_compat.LOADS_AT_FIRST_ALLOCATION:
-                self._passed.setdefault(request_id, set()).add(child.index)
-            if child.faulted:
-                # What it planned for this step is in doubt, so nothing of it may run.
-                self._doubtful.add(child.index)
-        computed = self._chosen_computed.pop(request_id, 0)
-        if winner < 0:
-            return
-        child = self.children[winner]
-        self._counters.chosen(request_id, child, num_external_tokens)
-        target = self._load_blocks(blocks, computed, num_external_tokens)
-        if choice.is_async:
-            order = LoadOrder(request_id, self._ledger.open_load(request_id, winner), target)
-            self._loads.setdefault(winner, []).append(order)
-        else:
-            self._sync_loads.setdefault(winner, []).append((request_id, target))
-            self._unproven.add(request_id, blocks.get_block_ids()[0][computed // self._block_size :])
-
-    def _load_blocks(self, blocks: Any, computed: int, tokens: int) -> tuple[int, ...]:
-        """The block ids that a load fills. With several KV groups: all of the request's, ids are ambiguous."""
-        groups = blocks.get_block_ids()
-        if len(groups) > 1:
-            return tuple(block_id for group in groups for block_id in group)
-        first, last = computed // self._block_size, -(-(computed + tokens) // self._block_size)
-        return tuple(groups[0][first:last])
+        self.loads.allocated(request, blocks, num_external_tokens)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> RayMultiMetadata:
         self._accept_rebuilt()
         self._step = StepId(self._step + 1)
-        if not output.total_num_scheduled_tokens and not self._lookups and not self._ledger.unsettled_loads:
-            # Nobody waits for this step, it only settles saves. vLLM comes again in a millisecond, and on a small
-            # machine these steps would take the cores that the saves need.
-            time.sleep(SETTLING_PAUSE_S)
-        if any(child.hosted and child.saves for child in self.children):
+        awaited = bool(self.loads.lookups) or self._ledger.unsettled_loads > 0
+        pause = self._idle_pause.before_step(not output.total_num_scheduled_tokens, awaited, time.monotonic())
+        if pause:
+            time.sleep(pause)
+        if self._any_hosted_saves:
             self._pins.grow(output, self._fence())
         forward = output.total_num_scheduled_tokens > 0
         plans = {}
+        loads = self.loads.take_step()
         for child in self.children:
-            plan = self._plan(child, output, forward)
+            plan = self._plan(child, output, loads)
             if plan is not None:
                 plans[child.index] = plan
                 if plan.meta is not None:  # else no host hears of this step
                     child.planned = self._step
-        self._loads, self._sync_loads, self._owed, self._doubtful = {}, {}, {}, set()
-        self._unproven.step_planned()
-        self._stalls.step_planned(idle=not forward and not self._ledger.unsettled and not self._pins.closing)
+        self._owed = {}
+        idle = not forward and not self._ledger.unsettled and not self._pins.closing
+        self.loads.step_planned(vllm_compat.prompt_tokens(output), idle)
         self._pins.close_preempted(self._requests, self._fence())
         self._pins.trim(output, self._fence())
         self._params.forget_ended()
@@ -230,20 +128,21 @@ class SchedulerHalf:
         sync_failed, self._sync_failed = self._sync_failed, False
         return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed)
 
-    def _plan(self, child: SchedulerChild, output: SchedulerOutput, forward: bool) -> ChildPlan | None:
-        loads = tuple(self._loads.get(child.index, ()))
-        sync = self._sync_loads.get(child.index, ())
+    def _plan(self, child: SchedulerChild, output: SchedulerOutput, step: StepLoads) -> ChildPlan | None:
+        loads = tuple(step.orders.get(child.index, ()))
+        sync = step.sync.get(child.index, ())
         owed = tuple(self._owed.get(child.index, ()))
-        seen = vllm_compat.filtered_output(output, child.known.__contains__)
+        seen = vllm_compat.filtered_output(output, child.known.__contains__) if child.strangers else output
         child.faulted = False
         with self._params.of_all(child.index):
             meta = child.call("build_connector_meta", lambda c: c.build_connector_meta(seen), None)
         if child.faulted:
             child.distrust()
         finished = frozenset(RequestId(r) for r in seen.finished_req_ids)
-        child.known -= finished
+        if output.finished_req_ids:
+            child.ended(frozenset(map(RequestId, output.finished_req_ids)))
         data, idle = None, False
-        if meta is not None and child.index not in self._doubtful:
+        if meta is not None and child.index not in step.doubtful:
             data = dump(meta)
             quiet = not (loads or sync or owed or finished)
             idle = quiet and child.hosted and child.is_idle(meta, data)
@@ -282,7 +181,7 @@ class SchedulerHalf:
                 self._child_down(event)
         garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
         self._sync_failed |= bool(garbage)
-        self._unproven.failed(garbage)
+        self.loads.sync_failed(garbage)
         settled = self._ledger.apply(events)
         self._echo |= settled.echo
         for request, index in settled.sends:
@@ -291,6 +190,7 @@ class SchedulerHalf:
             for (index, rank), step in meta.done.items():
                 done = self.children[index].done
                 done[rank] = max(done[rank], step)
+        self.loads.settled(settled)
         self._counters.update(meta, events, settled)
         self._pins.release({c.index: c.completed for c in self.children if c.hosted})
         self._tell_children(output, meta, settled, heard)
@@ -332,8 +232,7 @@ class SchedulerHalf:
             if child.has_offer:
                 old = child.accept()
                 assert old is not None
-                if child.index in self._loads or child.index in self._sync_loads:
-                    self._doubtful.add(child.index)  # planned with the old object, this very step
+                self.loads.rebuilt(child)
                 # Their death was confirmed before the new ones started; its reports may still be on the way.
                 self._early_events += [
                     ChildEvent(EventKind.DOWN, child.index, Rank(rank), incarnation, detail=REPLACED)
@@ -365,10 +264,7 @@ class SchedulerHalf:
             self._pins.hold(request_id, block_ids)
         self._partial_tails.pop(request_id, None)
         self._pins.close(request_id, self._fence(), [c.index for c in owed])
-        self._lookups.forget(request_id)
-        self._passed.pop(request_id, None)
-        self._stalls.taken(request_id)
-        self._chosen_computed.pop(request_id, None)
+        self.loads.forget(request_id)
         self._requests.pop(request_id, None)
         self._counters.ended(request_id)
         self._params.end(request)
@@ -394,7 +290,12 @@ class SchedulerHalf:
     # -- questions of the engine ----------------------------------------------------------------------------
 
     def has_pending_block_frees(self) -> bool:
-        return self._pins.frees_soon()
+        """Of RayKV's pins, and of an inline child's own (a TierConnector's)."""
+        return self._pins.frees_soon() or any(
+            child.call("has_pending_block_frees", lambda c: c.has_pending_block_frees(), False)
+            for child in self.children
+            if not child.hosted
+        )
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests must keep stepping, for RayKV or for a child."""
@@ -412,11 +313,12 @@ class SchedulerHalf:
             yield from (tagged(event, child.name) for event in events)
 
     def take_stats(self) -> RayMultiStats | None:
+        self.loads.step_ended()  # vLLM asks once for each step's output
         for child in self.children:
             stats = child.call("get_kv_connector_stats", lambda c: c.get_kv_connector_stats(), None)
             if stats is not None and not stats.is_empty():
                 self._counters.add_child_stats(child, stats)
-        return self._counters.take(self._ledger, self._lookups)
+        return self._counters.take(self._ledger, self.loads.lookups)
 
     def reset_cache(self) -> bool:
         return all([c.call("reset_cache", lambda k: k.reset_cache(), None) is not False for c in self.children])

@@ -34,6 +34,7 @@ COUNTERS: Mapping[str, str] = {
     "lookups_timed_out": "Look-ups that this child did not answer in time.",
     "reports_dropped": "Completions that were duplicates, late, or never asked for.",
     "sync_loads_refused": "Synchronous hits not used because the engine could not take their failure.",
+    "hits_left": "Hits not used because computing their tokens takes less time than loading them.",
 }
 GAUGES: Mapping[str, str] = {
     "up": "1 while this child takes part.",
@@ -105,19 +106,23 @@ class SchedulerCounters:
         self._counters: dict[ChildIndex, Counter[str]] = {c.index: Counter() for c in children}
         self._own: dict[ChildIndex, KVConnectorStats] = {}
         self._pids: dict[ChildIndex, int] = {}
-        self._choices: dict[RequestId, tuple[ChildIndex, int]] = {}
+        self._loading: dict[RequestId, dict[ChildIndex, int]] = {}
+        self._sync_loads: dict[RequestId, tuple[ChildIndex, int]] = {}
         self._saving: dict[ChildIndex, list[tuple[StepId, int]]] = {}
         self._seen: Counter[tuple[ChildIndex, str]] = Counter()
         self._last_gauges: dict[ChildIndex, dict[str, int]] = {}
         self._refused: set[ChildIndex] = set()
 
-    def chosen(self, request: RequestId, child: SchedulerChild, tokens: int) -> None:
-        self._choices[request] = (child.index, tokens)
+    def chosen(self, request: RequestId, child: SchedulerChild, tokens: int, is_async: bool) -> None:
+        """A load was planned. It counts when it is known to have gone well."""
         self._counters[child.index]["loads"] += 1
+        if is_async:
+            self._loading.setdefault(request, {})[child.index] = tokens
+        else:
+            self._sync_loads[request] = (child.index, tokens)
 
-    def choice_of(self, request: RequestId) -> ChildIndex | None:
-        choice = self._choices.get(request)
-        return None if choice is None else choice[0]
+    def not_worth_it(self, child: SchedulerChild) -> None:
+        self._counters[child.index]["hits_left"] += 1
 
     def refuse_sync(self, child: SchedulerChild, why: str) -> None:
         self._counters[child.index]["sync_loads_refused"] += 1
@@ -130,19 +135,18 @@ class SchedulerCounters:
             self._saving.setdefault(child.index, []).append((step, tokens))
 
     def ended(self, request: RequestId) -> None:
-        choice = self._choices.pop(request, None)
-        if choice is not None:
-            # A synchronous load that did not fail (a failed one was taken out by its event).
-            self._counters[choice[0]]["tokens_loaded"] += choice[1]
+        load = self._sync_loads.pop(request, None)
+        if load is not None:  # else it failed, and its event has taken it out
+            self._counters[load[0]]["tokens_loaded"] += load[1]
 
     def update(self, meta: Any, events: Sequence[ChildEvent], settled: Settled) -> None:
         for request, child in settled.loaded:
-            choice = self._choices.pop(request, None)
-            if choice is not None:
-                self._counters[child]["tokens_loaded"] += choice[1]
+            self._counters[child]["tokens_loaded"] += self._loading.get(request, {}).get(child, 0)
+        for request in settled.tell | settled.echo:
+            self._loading.pop(request, None)
         for event in events:
-            if event.kind in (EventKind.SYNC_FAILED, EventKind.RECV_FAILED) and event.request is not None:
-                self._choices.pop(event.request, None)
+            if event.kind is EventKind.SYNC_FAILED and event.request is not None:
+                self._sync_loads.pop(event.request, None)
             elif event.kind is EventKind.DOWN and event.detail != REPLACED:
                 self._counters[event.child]["restarts"] += 1
                 self._saving.pop(event.child, None)
@@ -171,7 +175,9 @@ class SchedulerCounters:
             totals = {
                 "load_failures": ledger.failures[child.index],
                 "lookups_timed_out": lookups.timed_out.get(child.index, 0),
-                "reports_dropped": sum(ledger.dropped[(child.index, reason)] for reason in Drop),
+                "reports_dropped": sum(ledger.dropped[(child.index, reason)] for reason in Drop)
+                if ledger.dropped
+                else 0,
             }
             for name, total in totals.items():
                 delta = total - self._seen[(child.index, name)]

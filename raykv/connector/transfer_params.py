@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from raykv.connector import vllm_compat
@@ -20,6 +21,7 @@ from raykv.types import RequestId
 
 logger = logging.getLogger("raykv")
 OWN_KEY = "raykv"
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class ChildParams:
@@ -46,23 +48,19 @@ class ChildParams:
         self._requests[request_id] = request
         self._params[request_id] = copies
 
-    @contextlib.contextmanager
-    def of(self, child: ChildIndex, request: Any) -> Iterator[None]:
+    def of(self, child: ChildIndex, request: Any) -> AbstractContextManager[None]:
         """While a child is called about this request."""
         params = self._params.get(request.request_id)
-        if params is None:
-            yield
-        else:
-            with vllm_compat.params_of(request, params[child]):
-                yield
+        return _NOTHING if params is None else vllm_compat.params_of(request, params[child])
 
-    @contextlib.contextmanager
-    def of_all(self, child: ChildIndex) -> Iterator[None]:
+    def of_all(self, child: ChildIndex) -> AbstractContextManager[Any]:
         """While a child is called about any of its requests."""
-        with contextlib.ExitStack() as stack:
-            for request_id, request in self._requests.items():
-                stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
-            yield
+        if not self._requests:
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        for request_id, request in self._requests.items():
+            stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
+        return stack
 
     def end(self, request: Any) -> None:
         """The request ended; children may still look at it in the step that tells the workers."""

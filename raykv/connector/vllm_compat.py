@@ -18,6 +18,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from raykv.config import ChildConfig, unknown_connector
+from raykv.config.model import OWN_MODULE
 from raykv.errors import UnknownConnectorError
 
 logger = logging.getLogger("raykv")
@@ -39,6 +40,9 @@ PD_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector"}
 )
 """Connectors that return the same `kv_transfer_params` keys (`remote_engine_id`): one of them per engine."""
+
+
+ANOTHER_CHILDS = b"raykv: loaded by another child"
 
 
 def check_version() -> None:
@@ -130,6 +134,37 @@ def pool_blocks(block_pool: Any, block_ids: Sequence[int]) -> list[Any]:
     """The pool's block objects; null blocks are left out, they have no owner (`BlockPool.blocks`, 0.32)."""
     blocks = block_pool.blocks
     return [block for block in (blocks[i] for i in block_ids) if not block.is_null]
+
+
+def as_if_computed(blocks: Any, end: int, block_sizes: Sequence[int]) -> Any:
+    """A `KVCacheBlocks` as a child sees it that was told that the first `end` tokens are computed: their blocks have
+    hashes. Several connectors take the blocks without one for theirs (`get_unhashed_block_ids`, 0.32)."""
+    groups = []
+    for group, block_size in zip(blocks.blocks, block_sizes, strict=True):
+        seen = list(group)
+        for i, block in enumerate(seen[: end // block_size]):
+            if block.block_hash is None and not block.is_null:
+                seen[i] = copy.copy(block)  # the real one must not get a hash: it would be found in the prefix cache
+                seen[i]._block_hash = ANOTHER_CHILDS
+        groups.append(seen)
+    return type(blocks)(tuple(groups))
+
+
+def prompt_tokens(output: Any) -> int:
+    """The tokens of prompts that a `SchedulerOutput` has computed (fields as of 0.32): a decode is one token."""
+    return sum(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
+
+
+def loads_any_range(child: ChildConfig) -> bool:
+    """Whether a child's class loads exactly the tokens that it is told, from any whole block of its hit to any other.
+
+    RayKV's own does. A user's class may say so itself by `raykv_loads_any_range = True`: it then starts at the number
+    of computed tokens that it was asked with last, and stops after the tokens that `update_state_after_alloc` gives.
+    """
+    own = child.module_path is None or child.module_path.startswith(OWN_MODULE)
+    if own and child.connector == "TierConnector":
+        return True
+    return bool(getattr(connector_class(child), "raykv_loads_any_range", False))
 
 
 def windowed_groups(kv_cache_config: Any) -> frozenset[int]:

@@ -1,13 +1,15 @@
 """The ledger of owed completions: what each child owes for each request, on each rank.
 
 The theory. A *load* is opened when vLLM allocates blocks for tokens that a child promised, and vLLM then holds
-the request until it hears `finished_recving` for it, exactly once. A *send* is opened when a request ends and
-a child says that it still reads the blocks. Each is owed by every rank, and each rank settles its share by a
-report of the current attempt and incarnation, or by the confirmed death of the process that held it:
+the request until it hears `finished_recving` for it, exactly once. A load has one *share* for each child that takes
+part; a share that failed spoils the load, which still ends only with its last share: the others write until then.
+A *send* is opened when a request ends and a child says that it still reads the blocks. Shares and sends are owed by
+every rank, and each rank settles its part by a report of the current attempt and incarnation, or by the confirmed
+death of the process that held it:
 
-    load:   OPEN --each rank settled, all well--------> TELL  (finished_recving)      --> gone
-            OPEN --each rank settled, one failed------> ECHO  (failed_recving)        --> gone when echoed
-            OPEN --..., the request was aborted-------> TELL  (vLLM keeps the blocks until then)
+    load:   OPEN --each share settled on each rank, all well--> TELL  (finished_recving)      --> gone
+            OPEN --..., one failed----------------------------> ECHO  (failed_recving)        --> gone when echoed
+            OPEN --..., the request was aborted---------------> TELL  (vLLM keeps the blocks until then)
     send:   OPEN --each rank settled------------------> gone, its pins are given back
 
 Failures go by echo because vLLM reads `failed_recving` before it calls the connector: the scheduler half asks
@@ -42,15 +44,29 @@ class Drop(enum.Enum):
 
 
 @dataclass(slots=True)
-class Load:
-    """An asynchronous load that vLLM holds its request for. `waiting`: the ranks that have not settled it."""
+class Share:
+    """What one child loads of a load. `waiting`: the ranks that have not settled it."""
 
-    child: ChildIndex
-    attempt: Attempt
     waiting: set[Rank]
-    state: LoadState = LoadState.OPEN
     failed: bool = False
+
+
+@dataclass(slots=True)
+class Load:
+    """An asynchronous load that vLLM holds its request for."""
+
+    attempt: Attempt
+    shares: dict[ChildIndex, Share]
+    state: LoadState = LoadState.OPEN
     aborted: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return any(share.failed for share in self.shares.values())
+
+    @property
+    def is_settled(self) -> bool:
+        return not any(share.waiting for share in self.shares.values())
 
 
 @dataclass(slots=True)
@@ -69,8 +85,9 @@ class Settled:
     tell: set[RequestId] = field(default_factory=set)  # give vLLM finished_recving for these, now
     echo: set[RequestId] = field(default_factory=set)  # ask the ranks to report these as failed
     sends: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # give back the pins of these
-    loaded: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # loads that ended well
-    ended: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # all loads that ended
+    loaded: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares of loads that ended well
+    ended: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares that ended, well or not
+    well: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # those of them that did not fail
 
 
 class Ledger:
@@ -107,14 +124,16 @@ class Ledger:
 
     # -- opening --------------------------------------------------------------------------------------------
 
-    def open_load(self, request: RequestId, child: ChildIndex) -> Attempt:
-        """An asynchronous load begins. Raises IntegrityError if the request already has one."""
+    def open_load(self, request: RequestId, *children: ChildIndex) -> Attempt:
+        """An asynchronous load of these children begins. Raises IntegrityError if the request already has one."""
         if request in self._loads:
             raise IntegrityError(f"request {request} already has a load in flight")
+        if not children or len(set(children)) != len(children):
+            raise IntegrityError(f"a load of request {request} by the children {children}")
         attempt = Attempt(self._attempts.get(request, NO_ATTEMPT) + 1)
         self._attempts[request] = attempt
-        self._loads[request] = Load(child, attempt, set(self._ranks))
-        self._loading[child] += 1
+        self._loads[request] = Load(attempt, {child: Share(set(self._ranks)) for child in children})
+        self._loading.update(children)
         return attempt
 
     def open_send(
@@ -134,31 +153,39 @@ class Ledger:
 
     def _recv(self, event: ChildEvent, settled: Settled) -> None:
         load = self._loads.get(event.request) if event.request is not None else None
-        if load is None or load.child != event.child or load.state is not LoadState.OPEN:
+        share = load.shares.get(event.child) if load is not None and load.state is LoadState.OPEN else None
+        if load is None or share is None:
             self._drop(event, Drop.UNKNOWN)
         elif event.attempt != load.attempt:
             self._drop(event, Drop.LATE)
-        elif event.rank not in load.waiting:
+        elif event.rank not in share.waiting:
             self._drop(event, Drop.UNKNOWN)
         else:
             assert event.request is not None
-            load.failed |= event.kind is EventKind.RECV_FAILED
-            load.waiting.discard(event.rank)
-            if not load.waiting:
-                self._close_load(event.request, load, settled)
+            share.failed |= event.kind is EventKind.RECV_FAILED
+            share.waiting.discard(event.rank)
+            if not share.waiting:
+                self._close_share(event.request, event.child, load, settled)
+
+    def _close_share(self, request: RequestId, child: ChildIndex, load: Load, settled: Settled) -> None:
+        settled.ended.append((request, child))
+        self._loading[child] -= 1
+        if load.shares[child].failed:
+            self.failures[child] += 1
+            if not load.aborted:
+                self._failed_on.setdefault(request, set()).add(child)
+        else:
+            settled.well.add((request, child))
+        if load.is_settled:
+            self._close_load(request, load, settled)
 
     def _close_load(self, request: RequestId, load: Load, settled: Settled) -> None:
-        settled.ended.append((request, load.child))
-        self._loading[load.child] -= 1
-        if load.failed:
-            self.failures[load.child] += 1
-            if not load.aborted:
-                self._failed_on.setdefault(request, set()).add(load.child)
-                load.state = LoadState.ECHO
-                settled.echo.add(request)
-                return
-        else:
-            settled.loaded.append((request, load.child))
+        if load.failed and not load.aborted:
+            load.state = LoadState.ECHO
+            settled.echo.add(request)
+            return
+        if not load.failed:
+            settled.loaded += [(request, child) for child in load.shares]
         del self._loads[request]
         settled.tell.add(request)
 
@@ -253,9 +280,11 @@ class Ledger:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every entry waits for something."""
         for request, load in self._loads.items():
-            if (load.state is LoadState.OPEN) != bool(load.waiting):
-                raise IntegrityError(f"load of {request} is {load.state} and waits for ranks {load.waiting}")
-        loading = Counter(load.child for load in self._loads.values() if load.state is LoadState.OPEN)
+            if (load.state is LoadState.OPEN) == load.is_settled:
+                raise IntegrityError(f"load of {request} is {load.state} and waits for {load.shares}")
+        loading = Counter(
+            child for load in self._loads.values() for child, share in load.shares.items() if share.waiting
+        )
         if loading != +self._loading:
             raise IntegrityError(f"open loads by child are {loading}, counted as {self._loading}")
         for key, sends in self._sends.items():

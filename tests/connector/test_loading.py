@@ -129,6 +129,8 @@ def test_the_pd_child_tells_the_other_side_at_once(where: str, ranks: int, hoste
         ("BA", "first", 1e-9, ("A", 64)),
         ("AB", "longest", 1e-9, ("A", 64)),
         ("BA", "longest", 1e-9, ("A", 64)),
+        ("AB", "compose", None, ("B", 160)),  # neither can be stopped before its end
+        ("BA", "compose", 1e-9, ("A", 64)),
     ],
 )
 @pytest.mark.parametrize("whose", ["top", "child"])
@@ -160,7 +162,7 @@ def test_policies_and_a_slow_look_up(
         assert bench.total("B", "lookups_timed_out") == (1 if waited and deadline else 0)
 
 
-@pytest.mark.parametrize("policy", ["first", "longest"])
+@pytest.mark.parametrize("policy", ["first", "longest", "compose"])
 def test_a_queue_of_slow_look_ups_moves(policy: str, hosted: bool, overlap: bool) -> None:
     """B never answers: its time limit makes it a miss, and requests behind are not held up meanwhile."""
     with Bench(
@@ -181,4 +183,29 @@ def test_an_abort_during_a_look_up_leaves_nothing(hosted: bool, overlap: bool) -
         bench.step(3)
         bench.abort("r0")
         bench.run()
-        assert len(bench.half._lookups) == 0
+        assert len(bench.half.loads.lookups) == 0
+
+
+# -- a hit that takes longer to load than to compute ----------------------------------------------------------
+
+
+def test_a_slow_childs_hit_is_computed_instead(hosted: bool, overlap: bool) -> None:
+    children = [child("A", hosted, hit=64), child("B", hosted, hit=32)]
+    with Bench(children, async_scheduling=overlap, raykv={"load_cost": True}) as bench:
+        bench.add(100)
+        bench.run()
+        cost = bench.half.loads._cost
+        assert set(cost.load_rates) == {0} and cost.load_rates[0] > 0 and cost.prefill_rate > 0
+        cost.load_rates[0], cost.prefill_rate = 1.0, 1e12
+        bench.add(100, seed=1)
+        bench.run()
+        assert ("r1", 0) in bench.child("A").allocated and ("r1", 32) in bench.child("B").allocated
+        assert bench.total("A", "hits_left") == 1 and bench.total("B", "hits_left") == 0
+        assert bench.child("A").asked["r1"] == 1
+
+
+def test_without_the_option_every_hit_is_loaded(hosted: bool) -> None:
+    with Bench([child("A", hosted, hit=64)]) as bench:
+        bench.add(100)
+        bench.run()
+        assert bench.half.loads._cost is None

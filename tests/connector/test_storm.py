@@ -16,6 +16,7 @@ import pytest
 
 from raykv.core.pins import PinTable
 from tests.support.fake_config import child
+from tests.support.fake_ranges import pulling, ranged
 from tests.support.fake_worker import Bench
 
 pytestmark = pytest.mark.vllm
@@ -37,6 +38,21 @@ def children(rng: random.Random, overlap: bool, window: int | None) -> list[dict
     if not overlap and window is None and all(c["kv_connector_extra_config"]["raykv"]["run"] == "actor" for c in found):
         found.append(child("sync", hit=48, asynchronous=False, raykv=LIMITS))
     found = rng.sample(found, rng.randint(2, len(found)))
+    return found
+
+
+def composing(rng: random.Random, overlap: bool, window: int | None) -> list[dict[str, Any]]:
+    """Three to five children: two tiers and others behind or before them, whose loads are composed."""
+    found = children(rng, overlap, window)
+    taken = {c["kv_connector_extra_config"]["fake"] for c in found}
+    last = rng.choice([child, pulling]) if window is None else child
+    found += [
+        ranged("tier", rng.random() < 0.6, hit=rng.choice([16, 40]), pending=rng.choice([0, 1]), raykv=LIMITS),
+        ranged("tier2", rng.random() < 0.6, search=True, saves=True, raykv=LIMITS),
+    ]
+    if "remote" not in taken:
+        found.append(last("remote", rng.random() < 0.6, hit=rng.choice([64, 96]), raykv=LIMITS))
+    rng.shuffle(found)
     return found
 
 
@@ -102,16 +118,26 @@ class Storm:
 def test_storm(seed: int, overlap: bool) -> None:
     rng = random.Random(seed * 2 + overlap)
     window = rng.choice([None, None, 32])
-    ranks = rng.choice([1, 1, 2])
+    blow(children(rng, overlap, window), rng.choice(["first", "longest"]), rng, overlap, window)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_storm_of_composed_loads(seed: int, overlap: bool) -> None:
+    rng = random.Random(f"compose {seed * 2 + overlap}")
+    window = rng.choice([None, None, 32])
+    blow(composing(rng, overlap, window), "compose", rng, overlap, window)
+
+
+def blow(found: list[dict[str, Any]], policy: str, rng: random.Random, overlap: bool, window: int | None) -> None:
     with Bench(
-        children(rng, overlap, window),
-        ranks=ranks,
+        found,
+        ranks=rng.choice([1, 1, 2]),
         async_scheduling=overlap,
         num_blocks=24 if window is None else 44,
         window=window,
         batched_tokens=rng.choice([48, 256]),
         sequences=6,
-        raykv={"load_policy": rng.choice(["first", "longest"]), "lookup_timeout_s": 0.2},
+        raykv={"load_policy": policy, "lookup_timeout_s": 0.2},
         eager=lambda: rng.random() < 0.5,
     ) as bench:
         storm = Storm(bench, rng)

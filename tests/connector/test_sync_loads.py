@@ -139,7 +139,7 @@ def test_why_synchronous_loads_are_refused_with_overlapping_steps() -> None:
     """
     with pytest.raises(AssertionError) as caught:  # noqa: SIM117 - the end of the bench checks the tokens
         with Bench([child("A", **SYNC, failing="blocks")], async_scheduling=True) as bench:
-            bench.half._sync_refusals = [None]
+            bench.half.loads.sync_refusals = [None]
             bench.add(100, max_tokens=8)
             bench.run()
     assert "wrong tokens" in str(caught.value), caught.value

@@ -128,6 +128,78 @@ def test_a_load_has_failed_if_one_rank_failed_in_whatever_order(order: tuple[Chi
     assert ledger.unsettled == 0
 
 
+# -- loads of several children --------------------------------------------------------------------------------
+
+ALL_WELL = [received(0), received(1), received(0, child=B), received(1, child=B)]
+
+
+@pytest.mark.parametrize("order", list(permutations(ALL_WELL)))
+def test_a_composed_load_is_told_once_when_every_child_is_through_on_every_rank(order: tuple[ChildEvent, ...]) -> None:
+    ledger = a_ledger()
+    ledger.open_load(R, A, B)
+    for i, report in enumerate(order):
+        assert ledger.unsettled_loads == 1
+        assert (ledger.is_loading(A), ledger.is_loading(B)) == tuple(
+            any(e.child == c for e in order[i:]) for c in (A, B)
+        )
+        settled = ledger.apply([report])
+        last = i == len(order) - 1
+        assert (settled.tell, settled.loaded) == (({R}, [(R, A), (R, B)]) if last else (set(), []))
+        through = report.child not in {later.child for later in order[i + 1 :]}
+        assert settled.ended == ([(R, report.child)] if through else [])
+        assert settled.well == set(settled.ended)
+    assert ledger.unsettled == 0
+
+
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("turn", range(4))
+def test_a_composed_load_fails_only_after_the_others_have_ended(bad: int, turn: int) -> None:
+    ledger = a_ledger()
+    ledger.open_load(R, A, B)
+    reports = [replace(e, kind=EventKind.RECV_FAILED) if i == bad else e for i, e in enumerate(ALL_WELL)]
+    reports = reports[turn:] + reports[:turn]
+    settled = [ledger.apply([report]) for report in reports]
+    assert all(not (one.echo or one.tell or one.loaded) for one in settled[:-1])
+    assert (settled[-1].echo, settled[-1].tell, settled[-1].loaded) == ({R}, set(), [])
+    loser = ALL_WELL[bad].child
+    assert {key for one in settled for key in one.well} == {(R, B if loser == A else A)}
+    assert (ledger.may_load(R, A), ledger.may_load(R, B)) == (loser != A, loser != B)
+    assert ledger.failures == {loser: 1}
+    assert ledger.echoed({R}) == {R} and ledger.unsettled == 0
+    assert ledger.open_load(R, A, B) == 1
+
+
+def test_a_share_that_ended_ends_no_other_one() -> None:
+    ledger = a_ledger(ranks=1)
+    ledger.open_load(R, A, B)
+    assert ledger.apply([received()]).ended == [(R, A)]
+    assert nothing(ledger.apply([received(), failed(), received(child=B, attempt=NO_ATTEMPT)]))
+    assert ledger.dropped == {(A, Drop.UNKNOWN): 2, (B, Drop.LATE): 1}
+    assert ledger.apply([received(child=B)]).tell == {R}
+
+
+def test_an_aborted_composed_load_is_told_after_its_last_child() -> None:
+    ledger = a_ledger(ranks=1)
+    ledger.open_load(R, A, B)
+    ledger.apply([failed()])
+    ledger.request_ended(R)
+    assert ledger.unsettled == 1
+    settled = ledger.apply([received(child=B)])
+    assert (settled.tell, settled.echo, settled.loaded) == ({R}, set(), [])
+    assert ledger.unsettled == 0
+
+
+@pytest.mark.parametrize("children", [(), (A, A)])
+def test_a_load_has_children_each_once(children: tuple[int, ...]) -> None:
+    ledger = a_ledger()
+    with pytest.raises(IntegrityError):
+        ledger.open_load(R, *children)
+    assert ledger.unsettled == 0
+
+
+# -- what is not, or no longer, a load's ----------------------------------------------------------------------
+
+
 def test_an_echo_that_was_not_asked_for_ends_no_load() -> None:
     ledger = a_ledger()
     ledger.open_load(R, A)

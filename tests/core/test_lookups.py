@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.config import LoadPolicy
-from raykv.core.lookups import Answer, Choice, LookupBook, Outcome
+from raykv.core.load_plan import Answer, Part
+from raykv.core.lookups import Choice, LookupBook, Outcome
 from raykv.types import RequestId
 
 R = RequestId("r")
@@ -25,17 +26,18 @@ class Children:
         self.asked: Counter[int] = Counter()
 
     def poll(self, now: float, computed: int = 0, eligible: tuple[bool, ...] | None = None) -> Choice:
-        for child in self.book.to_ask(R, computed, now):
+        chosen = eligible or (True,) * len(self.scripts)
+        for child, base in self.book.to_ask(R, computed, 10_000, dict(enumerate(chosen)), now):
+            assert base == computed
             self.asked[child] += 1
             script = self.scripts[child]
             tokens = script.pop(0) if len(script) > 1 else script[0]
             self.book.answer(R, child, Answer(tokens, True, computed))
-        chosen = eligible or (True,) * len(self.scripts)
-        return self.book.choose(R, dict(enumerate(chosen)), now)
+        return self.book.choose(R, now)
 
 
 def hit(child: int, tokens: int) -> Choice:
-    return Choice(Outcome.HIT, child, tokens, True)
+    return Choice(Outcome.HIT, (Part(child, 0, tokens),), True)
 
 
 PENDING, MISS = Choice(Outcome.PENDING), Choice(Outcome.MISS)
@@ -151,7 +153,8 @@ def test_every_look_up_ends_by_its_limits_with_the_right_child(
     if final.outcome is Outcome.MISS:
         assert not any(known)
     else:
-        assert late[final.child] <= now and tokens[final.child] == final.tokens > 0
-        assert final.tokens >= max(known) if policy is LONGEST else not any(known[: final.child])
+        (part,) = final.parts
+        assert late[part.child] <= now and tokens[part.child] == final.tokens > 0
+        assert final.tokens >= max(known) if policy is LONGEST else not any(known[: part.child])
     for child in range(size):
         assert children.asked[child] <= min(late[child], now) + 1

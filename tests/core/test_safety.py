@@ -37,9 +37,9 @@ class SafetyMachine(RuleBasedStateMachine):
     # -- requests and steps ---------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.engine.requests) < 5 and len(self.engine.in_state(State.WAITING)) < 3)
-    @rule(family=st.integers(0, 1), wishes=WISHES)
-    def arrive(self, family: int, wishes: list[int]) -> None:
-        self.engine.arrive(family, self._existing(wishes))
+    @rule(family=st.integers(0, 1), wishes=WISHES, hands=st.sampled_from([1, 1, 2, 3]))
+    def arrive(self, family: int, wishes: list[int], hands: int) -> None:
+        self.engine.arrive(family, self._existing(wishes), hands)
 
     @precondition(lambda self: self.engine.requests)
     @rule(
@@ -181,7 +181,7 @@ class SafetyMachine(RuleBasedStateMachine):
         """Of a load that this child never had, or of an attempt that is over."""
         load = self.engine.ledger.load_of(request)
         attempt = load.attempt if load is not None else NO_ATTEMPT
-        if load is not None and host.child == load.child:
+        if load is not None and host.child in load.shares:
             attempt = Attempt(attempt - 1)
         host.emit(kind, request, attempt)
 

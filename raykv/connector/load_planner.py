@@ -1,0 +1,247 @@
+"""Who loads a request's prefix, from vLLM's question to the orders for the workers.
+
+`core.lookups` decides; this class asks the children, tells each what it is to load, and opens the load in the ledger.
+EngineCore's thread only, as all of the scheduler half.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raykv.config import LoadPolicy, MultiConfig
+from raykv.connector import vllm_compat
+from raykv.connector.scheduler_child import SchedulerChild
+from raykv.connector.stats import SchedulerCounters
+from raykv.connector.sync_loads import UnprovenBlocks, why_no_sync_loads
+from raykv.connector.transfer_params import ChildParams
+from raykv.core.ledger import Ledger, Settled
+from raykv.core.load_cost import LoadCost
+from raykv.core.load_plan import Answer, Part, cut
+from raykv.core.lookups import LookupBook, Outcome
+from raykv.core.stalls import StallWatch
+from raykv.messages import ChildIndex, LoadOrder
+from raykv.types import RequestId
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class StepLoads:
+    """What a step begins, by child. `doubtful`: children whose plan of this step may not run."""
+
+    orders: dict[ChildIndex, list[LoadOrder]] = field(default_factory=dict)
+    sync: dict[ChildIndex, list[tuple[RequestId, tuple[int, ...]]]] = field(default_factory=dict)
+    doubtful: set[ChildIndex] = field(default_factory=set)
+
+
+class LoadPlanner:
+    """The look-ups of one engine, and the loads of the step that is being planned."""
+
+    def __init__(
+        self,
+        config: MultiConfig,
+        children: Sequence[SchedulerChild],
+        vllm_config: Any,
+        kv_cache_config: Any,
+        ledger: Ledger,
+        params: ChildParams,
+        counters: SchedulerCounters,
+    ) -> None:
+        limits = [c.config.options.lookup_timeout_s for c in children]
+        if config.lookup_timeout_s is not None:
+            limits = [min(limit, config.lookup_timeout_s) for limit in limits]
+        self._children, self._ledger, self._params, self._counters = tuple(children), ledger, params, counters
+        self._block_size = vllm_config.cache_config.block_size
+        self._group_block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self._any_range: set[ChildIndex] = set()
+        if config.load_policy is LoadPolicy.COMPOSE:
+            self._any_range = any_range_children(children, kv_cache_config)
+        self.lookups = LookupBook(config.load_policy, limits, self._block_size, self._any_range)
+        self.sync_refusals = [why_no_sync_loads(vllm_config, kv_cache_config, config, c.config) for c in children]
+        self._stalls = StallWatch()
+        self._unproven = UnprovenBlocks(self._block_size)
+        self._cost = LoadCost() if config.load_cost else None
+        self._passed: dict[RequestId, set[ChildIndex]] = {}
+        self._planned: dict[RequestId, tuple[Part, ...]] = {}
+        self.step = StepLoads()
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        self._unproven.bind(kv_cache_manager.block_pool)
+
+    # -- the question ---------------------------------------------------------------------------------------
+
+    def look_up(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """The answer to vLLM's `get_num_new_matched_tokens`."""
+        if self._unproven.shared_by(request, computed):
+            return None, False
+        request_id, now = RequestId(request.request_id), time.monotonic()
+        if request_id in self._passed and vllm_compat.is_status(request, "PREEMPTED"):
+            del self._passed[request_id]
+        eligible = {child.index: self._may_load(request_id, child) for child in self._children}
+        for index, base in self.lookups.to_ask(request_id, computed, request.num_tokens, eligible, now):
+            if request_id in self._children[index].known:
+                self.lookups.answer(request_id, index, self._ask(self._children[index], request, base))
+        choice = self.lookups.choose(request_id, now)
+        if choice.outcome is Outcome.PENDING:
+            return None, False
+        if choice.is_async:
+            self._stalls.promised(request_id)
+        return choice.tokens, choice.is_async
+
+    def _may_load(self, request: RequestId, child: SchedulerChild) -> bool:
+        return (
+            child.up
+            and child.config.options.load
+            and request in child.known
+            and self._ledger.may_load(request, child.index)
+            and child.index not in self._passed.get(request, ())
+            and not self._stalls.is_withdrawn(request)
+        )
+
+    def _ask(self, child: SchedulerChild, request: Request, computed: int) -> Answer:
+        with self._params.of(child.index, request):
+            tokens, is_async = child.call(
+                "get_num_new_matched_tokens", lambda c: c.get_num_new_matched_tokens(request, computed), (0, False)
+            )
+        tokens = None if tokens is None else max(0, tokens)
+        refusal = self.sync_refusals[child.index]
+        if tokens and not is_async and refusal:
+            self._counters.refuse_sync(child, refusal)
+            tokens = 0
+        if tokens and self._cost is not None and not self._cost.worth_it(child.index, tokens):
+            self._counters.not_worth_it(child)
+            tokens = 0
+        return Answer(tokens, is_async, computed)
+
+    def filled_groups(self, request: Request, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The KV groups whose blocks vLLM need not zero, since the promised load fills them: of several children
+        only those that each of them fills. Asked while vLLM allocates the request's blocks."""
+        choice = self.lookups.chosen(RequestId(request.request_id))
+        found = [
+            self._children[part.child].call(
+                "get_loaded_kv_cache_group_ids", lambda c: c.get_loaded_kv_cache_group_ids(request), default
+            )
+            for part in (choice.parts if choice is not None else ())
+        ]
+        return tuple(group for group in found[0] if all(group in groups for groups in found)) if found else default
+
+    # -- the load -------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM's `update_state_after_alloc`: with less than was promised it is the tail that is not loaded. A child
+        that loads nothing hears so, and sees the real blocks."""
+        request_id = RequestId(request.request_id)
+        choice = self.lookups.take(request_id)
+        self._stalls.taken(request_id)
+        self._planned.pop(request_id, None)
+        parts = cut(choice.parts, num_external_tokens)
+        mine = {part.child: part for part in parts}
+        for child in self._children:
+            if request_id in child.known:
+                self._tell(child, request, blocks, mine.get(child.index), parts)
+        if not parts:
+            return
+        self._planned[request_id] = parts
+        now = time.monotonic()
+        for part in parts:
+            self._counters.chosen(request_id, self._children[part.child], part.tokens, choice.is_async)
+            if self._cost is not None and choice.is_async:
+                self._cost.load_begun(request_id, part.child, part.tokens, now)
+        if choice.is_async:
+            attempt = self._ledger.open_load(request_id, *mine)
+            for part in parts:
+                order = LoadOrder(request_id, attempt, self._targets(blocks, part))
+                self.step.orders.setdefault(part.child, []).append(order)
+        else:
+            (part,) = parts
+            self.step.sync.setdefault(part.child, []).append((request_id, self._targets(blocks, part)))
+            self._unproven.add(request_id, blocks.get_block_ids()[0][part.begin // self._block_size :])
+
+    def _tell(
+        self, child: SchedulerChild, request: Request, blocks: Any, part: Part | None, parts: Sequence[Part]
+    ) -> None:
+        tokens = 0 if part is None else part.tokens
+        if part is not None and part is not parts[0] and child.index not in self._any_range:
+            # It may take all blocks without a hash for its own (NIXL does): those in front are another child's.
+            blocks = vllm_compat.as_if_computed(blocks, part.begin, self._group_block_sizes)
+        child.faulted = False
+        with self._params.of(child.index, request):
+            child.call("update_state_after_alloc", lambda c: c.update_state_after_alloc(request, blocks, tokens), None)
+        if child.config.connector in vllm_compat.LOADS_AT_FIRST_ALLOCATION:
+            self._passed.setdefault(RequestId(request.request_id), set()).add(child.index)
+        if child.faulted:
+            # What it planned for this step is in doubt, so nothing of it may run.
+            self.step.doubtful.add(child.index)
+
+    def _targets(self, blocks: Any, part: Part) -> tuple[int, ...]:
+        """The block ids that a part fills. With several KV groups: all of the request's, ids are ambiguous."""
+        groups = blocks.get_block_ids()
+        if len(groups) > 1:
+            return tuple(block_id for group in groups for block_id in group)
+        first, last = part.begin // self._block_size, -(-part.end // self._block_size)
+        return tuple(groups[0][first:last])
+
+    def hit_sources(self, request: Request, default: Callable[[Request, int], dict[Any, int]]) -> dict[Any, int]:
+        """Where the tokens of the load come from that was just planned; `default` for what a child can't say."""
+        total: Counter[Any] = Counter()
+        for part in self._planned.get(RequestId(request.request_id), ()):
+            unknown = default(request, part.tokens)
+            found = self._children[part.child].call(
+                "get_external_cache_hit_sources",
+                lambda c, n=part.tokens: c.get_external_cache_hit_sources(request, n),  # type: ignore[misc]
+                unknown,
+            )
+            total.update(found if sum(found.values()) == part.tokens else unknown)
+        return dict(total)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def rebuilt(self, child: SchedulerChild) -> None:
+        """The child's object was replaced: what the old one has planned in this very step may not run."""
+        if child.index in self.step.orders or child.index in self.step.sync:
+            self.step.doubtful.add(child.index)
+
+    def take_step(self) -> StepLoads:
+        """What the step begins; the next one's is collected from here on."""
+        step, self.step = self.step, StepLoads()
+        self._unproven.step_planned()
+        return step
+
+    def step_planned(self, tokens: int, idle: bool) -> None:
+        """`tokens`: of prompts, that the step computes; `idle`: it runs nothing, and nothing that could free a block
+        is under way."""
+        self._stalls.step_planned(idle)
+        if self._cost is not None:
+            self._cost.step_begun(tokens, time.monotonic())
+
+    def step_ended(self) -> None:
+        """The output of the oldest step without one has arrived."""
+        if self._cost is not None:
+            self._cost.step_ended(time.monotonic())
+
+    def settled(self, settled: Settled) -> None:
+        """What a step's reports ended."""
+        if self._cost is not None:
+            self._cost.loads_ended(settled.ended, settled.well, time.monotonic())
+
+    def sync_failed(self, requests: set[RequestId]) -> None:
+        self._unproven.failed(requests)
+
+    def forget(self, request: RequestId) -> None:
+        """The request has ended."""
+        self.lookups.forget(request)
+        self._passed.pop(request, None)
+        self._planned.pop(request, None)
+        self._stalls.taken(request)
+
+
+def any_range_children(children: Sequence[SchedulerChild], kv_cache_config: Any) -> set[ChildIndex]:
+    """Those that load any whole blocks of what they have. None with Mamba layers: a state stands for all before it."""
+    if vllm_compat.has_mamba(kv_cache_config):
+        return set()
+    return {child.index for child in children if vllm_compat.loads_any_range(child.config)}
