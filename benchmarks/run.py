@@ -1,4 +1,4 @@
-"""`make bench`: RayKV against vLLM's own MultiConnector with the same children, and against no connector.
+"""`make bench`: RayKV against vLLM's own MultiConnector, LMCacheMPConnector and no connector.
 
     python -m benchmarks.run [--rounds N] [--model PATH]
 
@@ -28,14 +28,17 @@ from rich.console import Console
 from benchmarks.table import show
 from benchmarks.workload import Samples, Workload, medians
 from examples.progress import Progress
-from tests.support.configs import example_child, multi
+from tests.support.configs import example_child, multi, tier_child
 from tests.support.engine import Engine
 from tests.support.lmcache_server import LMCacheServer
 from tests.support.models import tiny_llama
 from tests.support.ray_cluster import RayCluster
 
-VARIANTS = ("none", "vllm", "raykv")
+VARIANTS = ("none", "vllm", "raykv", "lmcache", "tier")
+"""No connector; vLLM's MultiConnector and RayKV's with the same two children; LMCacheMPConnector as vLLM has it, and a
+TierConnector with a host tier, each alone."""
 RESULTS = Path(__file__).parent / "results" / "latest.json"
+HOST_TIER = "256MiB"
 FORBIDDEN = ("ray", "torch", "vllm")
 
 
@@ -54,12 +57,16 @@ def measure(variant: str, model: Path, server: LMCacheServer, cluster: RayCluste
     """One engine of this variant through the workload."""
     with contextlib.ExitStack() as stack:
         config = None
-        if variant != "none":
+        if variant in ("vllm", "raykv"):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raykv-bench-"))
             config = multi([example_child(folder), server.child()], module="benchmarks.timed")
+        elif variant == "lmcache":
+            config = server.child()
+        elif variant == "tier":
+            config = tier_child(f"bench-{os.getpid()}", host=HOST_TIER)
         environment = cluster.env | {"RAYKV_BENCH_BASE": variant}
         engine = stack.enter_context(Engine(model, config, env=environment))
-        return Workload(f"{seed}-{variant}", timed=config is not None).run(engine)
+        return Workload(f"{seed}-{variant}", timed=variant in ("vllm", "raykv")).run(engine)
 
 
 def main() -> int:

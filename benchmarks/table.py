@@ -21,7 +21,14 @@ ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("TTFT of 1000 tokens, warm", "ttft_warm", 1e3, "ms"),
     ("throughput without reuse", "tokens_per_s", 1.0, "tokens/s"),
 )
-TITLES = {"none": "no connector", "vllm": "vLLM's MultiConnector", "raykv": "RayKV"}
+TITLES = {
+    "none": "no connector",
+    "vllm": "vLLM's MultiConnector",
+    "raykv": "RayKV",
+    "lmcache": "LMCacheMP",
+    "tier": "TierConnector",
+}
+RATIOS = (("raykv", "vllm"), ("tier", "lmcache"), ("tier", "none"))
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -30,7 +37,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"\n[bold]import raykv[/]: {imports['median_s'] * 1e3:.0f} ms; imports {heavy}")
     rounds = result["medians_by_round"]
     table = Table(
-        title=f"ExampleConnector and LMCacheMPConnector, {result['model']}",
+        title=f"MultiConnectors with ExampleConnector and LMCacheMPConnector; {result['model']}",
         caption="median of the rounds, below it the lowest and the highest; each round's figure is a median itself",
         box=box.ROUNDED,
         title_justify="left",
@@ -38,13 +45,15 @@ def show(result: dict[str, Any], console: Console) -> None:
     table.add_column("")
     for variant in rounds:
         table.add_column(TITLES[variant], justify="right")
-    table.add_column("RayKV / vLLM", justify="right")
+    pairs = [pair for pair in RATIOS if set(pair) <= set(rounds)]
+    for ours, theirs in pairs:
+        table.add_column(f"{TITLES[ours]} / {TITLES[theirs]}", justify="right")
     for title, name, scale, unit in ROWS:
         by_variant = {v: [figures[name] for figures in runs if name in figures] for v, runs in rounds.items()}
         cells = [_cell([value * scale for value in values], unit) for values in by_variant.values()]
-        table.add_row(title, *cells, _ratio(by_variant))
+        table.add_row(title, *cells, *(_ratio(by_variant[ours], by_variant[theirs]) for ours, theirs in pairs))
     shares = [f"{median(v):.0%}" if v else "-" for v in result["loaded_share"].values()]
-    table.add_row("share of the warm prompts that was loaded", *shares, "")
+    table.add_row("share of the warm prompts that was loaded", *shares, *("" for _ in pairs))
     console.print(table)
 
 
@@ -56,8 +65,5 @@ def _cell(values: Sequence[float], unit: str) -> str:
     return f"{middle} {unit}\n[dim]{low} to {high}[/]"
 
 
-def _ratio(by_variant: dict[str, list[float]]) -> str:
-    ours, theirs = by_variant.get("raykv"), by_variant.get("vllm")
-    if not ours or not theirs:
-        return "-"
-    return f"{median(ours) / median(theirs):.2f}"
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    return f"{median(ours) / median(theirs):.2f}" if ours and theirs else "-"

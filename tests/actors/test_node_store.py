@@ -20,6 +20,8 @@ from raykv.store_messages import Cascade, JobDone, LookedUp, Medium, Settle, Sto
 from raykv.types import EngineId, JobId, LeaseId, Rank, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 
+pytestmark = pytest.mark.process
+
 SLOT = 16384  # of KVRank's blocks: 2 layers x 4 heads x 8 tokens x 64 floats
 R0, R1 = Rank(0), Rank(1)
 PATIENCE = 30.0

@@ -18,6 +18,8 @@ from raykv.types import EngineId, JobId, LeaseId
 from tests.support.in_process_store import InProcessStore
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 
+pytestmark = pytest.mark.process
+
 SLOT = 16384
 PATIENCE = 30.0
 SPEC = StoreSpec("test", (TierSpec(Medium.HOST, 16 * SLOT),))

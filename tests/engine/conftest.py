@@ -26,6 +26,7 @@ ORDER = (
     "test_tensor_parallel",
     "test_start_errors",
     "test_tiers",
+    "test_tier_groups",
     "test_offload",
     "test_faults",
     "test_storm",

@@ -14,6 +14,8 @@ from raykv.kvcache import slot_copy
 from raykv.kvcache.blocks import LayerLayout
 from raykv.kvcache.slot_copy import SlotMover
 
+pytestmark = pytest.mark.process
+
 BLOCKS, SLOTS, HEADERS = 7, 9, 4096
 FILL = torch.Generator().manual_seed(0)
 

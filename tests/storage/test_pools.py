@@ -23,6 +23,8 @@ from raykv.storage.headers import table_nbytes
 from raykv.storage.host_pool import HostPool
 from raykv.store_messages import KEY_NBYTES
 
+pytestmark = pytest.mark.process
+
 SLOTS, NBYTES = 6, 8192
 KEY = bytes(range(KEY_NBYTES))
 FILL = torch.Generator().manual_seed(0)

@@ -58,6 +58,43 @@ def tiny_hybrid(root: Path | None = None) -> Path:
     return once(f"tiny-hybrid-{VERSION}", lambda path: _build_llama(path, extra), root)
 
 
+def tiny_mla(root: Path | None = None) -> Path:
+    """A random DeepSeek-V2 without experts: its KV cache is that of multi-head latent attention, one head for all."""
+    return once(f"tiny-mla-{VERSION}", _build_mla, root)
+
+
+def _build_mla(path: Path) -> None:
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = _byte_tokenizer()
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=128,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=LAYERS,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(path, safe_serialization=True)
+    tokenizer.save_pretrained(path)
+
+
 def _build_llama(path: Path, extra: dict[str, Any]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
