@@ -63,6 +63,9 @@ class LoadPlanner:
             self._any_range = any_range_children(children, kv_cache_config)
         self.lookups = LookupBook(config.load_policy, limits, self._block_size, self._any_range)
         self.sync_refusals = [why_no_sync_loads(vllm_config, kv_cache_config, config, c.config) for c in children]
+        self._no_loads = vllm_compat.why_no_loads(vllm_config)
+        if self._no_loads:
+            vllm_compat.logger.warning("no child loads anything: %s", self._no_loads)
         self._stalls = StallWatch()
         self._unproven = UnprovenBlocks(self._block_size)
         self._cost = LoadCost() if config.load_cost else None
@@ -77,6 +80,8 @@ class LoadPlanner:
 
     def look_up(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's `get_num_new_matched_tokens`."""
+        if self._no_loads:
+            return 0, False
         if self._unproven.shared_by(request, computed):
             return None, False
         request_id, now = RequestId(request.request_id), time.monotonic()

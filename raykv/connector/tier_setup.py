@@ -110,12 +110,15 @@ def scheduler_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierSchedul
     """The scheduler half; its link finds the store by itself, in the background."""
     options, groups = checked_options(vllm_config, kv_cache_config)
     transfer = vllm_config.kv_transfer_config
+    no_loads = vllm_compat.why_no_loads(vllm_config)
+    if no_loads:
+        logger.warning("this engine saves to its tiers and loads nothing from them: %s", no_loads)
     return TierScheduler(
         new_asker(options, EngineId(start_up.engine_id(vllm_config))),
         groups,
         vllm_config.cache_config.block_size,
         vllm_config.parallel_config.world_size,
-        loads=transfer.kv_role != "kv_producer",
+        loads=transfer.kv_role != "kv_producer" and not no_loads,
         saves=transfer.kv_role != "kv_consumer",
         lookup_timeout_s=options.lookup_timeout_s,
         lease_s=options.store.lease_s,

@@ -277,6 +277,19 @@ def device_type() -> str:
     return current_platform.device_type
 
 
+def why_no_loads(vllm_config: VllmConfig) -> str | None:
+    """Why this engine can't compute a prompt from loaded tokens on, so that every load gives wrong tokens; else None.
+
+    With multi-head latent attention on a CPU without AMX, vLLM turns chunked prefill and its own prefix cache off
+    (`CpuPlatform.check_and_update_config`, 0.32), since its prefill does not read what came before.
+    """
+    if not getattr(vllm_config.model_config, "use_mla", False) or device_type() != "cpu":
+        return None
+    if vllm_config.scheduler_config.enable_chunked_prefill:
+        return None
+    return "vLLM can't go on from a loaded prefix with multi-head latent attention on this CPU"
+
+
 def global_rank(vllm_config: VllmConfig) -> int:
     """This worker's rank among the engine's workers, 0 to world_size - 1 (`parallel_config.rank`, 0.32)."""
     from vllm.distributed import parallel_state

@@ -15,8 +15,12 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(600)]
 
-BLOCK = 32
-NAMES = ("long", "branch", "page", "aligned")
+HITS = {
+    "hybrid": {"long": 1184, "branch": 1088, "page": 320, "aligned": 480},
+    # vLLM's prefill of such a model does not read what was loaded, on a CPU without AMX: RayKV must not load.
+    "mla": {"long": 0, "branch": 0},
+}
+"""By kind of model and prompt: the tokens that a warm request loads."""
 
 
 @pytest.mark.parametrize(("kind", "kv_groups"), [("hybrid", 2), ("mla", 1)])
@@ -33,13 +37,13 @@ def test_cold_and_warm_from_both_tiers(
         assert len(engine.call_core("tests.support.probes:kv_groups")) == kv_groups
         free = engine.free_blocks()
         for turn in ("cold", "host", "disk"):
-            for name in NAMES:
+            for name, whole in HITS[kind].items():
                 result = engine.generate(PROMPTS[name], MAX_TOKENS)
                 assert result.token_ids == expected[name], (turn, name)
-                whole = (len(PROMPTS[name]) - 1) // BLOCK * BLOCK
                 assert turn == "cold" or result.num_external_tokens == whole, (turn, name)
                 engine.wait_free_blocks(free, timeout_s=30)
                 engine.forget(30)
             engine.call_core("tests.support.probes:store_settle", store)
+            assert engine.call_core("tests.support.probes:store_status", store)["saved_blocks"] > 0
             if turn == "host":
                 engine.call_core("tests.support.probes:store_clear", store, "host")
