@@ -19,8 +19,8 @@ from tests.support.process import free_ports
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
 
-# Not in `make test`: two NIXL threads and two of vLLM's workers spin for the two cores of a small machine, vLLM binds the
-# former to its last core, and there a run takes from five minutes to no end.
+# Not in `make test`: two NIXL threads and two of vLLM's workers spin for the two cores of a small machine, vLLM binds
+# the former to its last core, and there a run takes from five minutes to no end.
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(1500)]
 
 START_TIMEOUT_S = 480.0
