@@ -182,24 +182,7 @@ class RemoteHost:
 
     def wait(self, ref: Any, timeout: float) -> Any:
         """The result of a call. Raises HostTimeout, HostDied or HostRaised. Releases the GIL while it waits."""
-        try:
-            return ray.get(ref, timeout=timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise HostTimeout(f"{self.label} did not answer within {timeout:g} s") from None
-        except Exception as error:
-            raise translated(self.label, error) from error
-
-    def on_done(self, ref: Any, callback: Callable[[Any, HostError | None], None]) -> None:
-        """Have `callback(result, error)` called once, in a thread of Ray's, when the call ends. It must be short."""
-
-        def done(future: "concurrent.futures.Future[Any]") -> None:
-            error = future.exception()
-            if error is None:
-                callback(future.result(), None)
-            else:
-                callback(None, translated(self.label, error))
-
-        ref.future().add_done_callback(done)
+        return result_of(self.label, ref, timeout)
 
     # ---- parts
 
@@ -265,6 +248,29 @@ class RemoteHost:
         except Exception:  # the launch failed, or it is dead
             return True
         return False
+
+
+def result_of(label: str, ref: Any, timeout: float) -> Any:
+    """The result of a call to the actor `label`. Raises HostTimeout, HostDied or HostRaised. Releases the GIL."""
+    try:
+        return ray.get(ref, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise HostTimeout(f"{label} did not answer within {timeout:g} s") from None
+    except Exception as error:
+        raise translated(label, error) from error
+
+
+def on_done(label: str, ref: Any, callback: Callable[[Any, HostError | None], None]) -> None:
+    """Have `callback(result, error)` called once, in a thread of Ray's, when the call ends. It must be short."""
+
+    def done(future: "concurrent.futures.Future[Any]") -> None:
+        error = future.exception()
+        if error is None:
+            callback(future.result(), None)
+        else:
+            callback(None, translated(label, error))
+
+    ref.future().add_done_callback(done)
 
 
 def translated(label: str, error: BaseException) -> HostError:

@@ -19,7 +19,7 @@ from raykv.actors import cluster, handles
 from raykv.actors.host_base import HostInfo, compare_versions
 from raykv.actors.processes import Pidfd
 from raykv.actors.store_call import Done, reason
-from raykv.errors import HostError, HostTimeout, RayKVError, StoreError
+from raykv.errors import HostError, RayKVError, StoreError
 from raykv.store_messages import Attached, StoreSpec
 
 PREFIX = "raykv-store-"
@@ -40,28 +40,19 @@ class StoreHandle:
 
     def submit(self, method: str, *args: Any, done: Done) -> None:
         """About 0.1 to 0.4 ms; `done` runs in a thread of Ray's."""
-
-        def ended(future: Any) -> None:
-            error = future.exception()
-            if error is None:
-                done(future.result(), None)
-            else:
-                done(None, handles.translated(self.name, error))
-
         try:
-            future = self._bound(method).remote(*args).future()
+            ref = self._bound(method).remote(*args)
         except Exception as error:  # before it was sent, or after: the caller can't tell
             raise handles.translated(self.name, error) from error
-        future.add_done_callback(ended)
+        handles.on_done(self.name, ref, done)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Raises HostTimeout, HostDied or HostRaised."""
         try:
-            return ray.get(self._bound(method).remote(*args), timeout=timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise HostTimeout(f"{self.name} did not answer within {timeout:g} s") from None
+            ref = self._bound(method).remote(*args)
         except Exception as error:
             raise handles.translated(self.name, error) from error
+        return handles.result_of(self.name, ref, timeout)
 
     def process(self, attached: Attached) -> Pidfd | None:
         """The process of that life, if it lives and is of this node."""

@@ -70,9 +70,9 @@ def test_a_callback_hears_result_and_error(host: RemoteHost) -> None:
         heard.append((result, error))
         both.release()
 
-    host.on_done(host.submit("add", 1, 2), done)
+    handles.on_done(host.label, host.submit("add", 1, 2), done)
     assert both.acquire(timeout=30)
-    host.on_done(host.submit("boom"), done)
+    handles.on_done(host.label, host.submit("boom"), done)
     assert both.acquire(timeout=30)
     assert heard[0] == (3, None) and isinstance(heard[1][1], HostRaised)
 
