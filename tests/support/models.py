@@ -63,19 +63,22 @@ def tiny_mla(root: Path | None = None) -> Path:
     return once(f"tiny-mla-{VERSION}", _build_mla, root)
 
 
-def _build_mla(path: Path) -> None:
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+def _build_llama(path: Path, extra: dict[str, Any]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    disable_progress_bar()
-    tokenizer = _byte_tokenizer()
-    config = DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
+    _build(path, LlamaConfig, LlamaForCausalLM, num_key_value_heads=2, head_dim=64)
+    if extra:  # vLLM's Llama reads these, transformers' does not
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | extra, indent=2))
+
+
+def _build_mla(path: Path) -> None:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    _build(
+        path,
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         num_key_value_heads=4,
         q_lora_rank=None,
         kv_lora_rank=512,
@@ -83,46 +86,32 @@ def _build_mla(path: Path) -> None:
         qk_rope_head_dim=64,
         v_head_dim=64,
         first_k_dense_replace=LAYERS,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(0)
-    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(path, safe_serialization=True)
-    tokenizer.save_pretrained(path)
 
 
-def _build_llama(path: Path, extra: dict[str, Any]) -> None:
+def _build(path: Path, config_class: Any, model_class: Any, **shape: Any) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     tokenizer = _byte_tokenizer()
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         max_position_embeddings=8192,
         initializer_range=0.2,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **shape,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path, safe_serialization=True)
+    model_class(config).to(torch.float32).save_pretrained(path, safe_serialization=True)
     tokenizer.save_pretrained(path)
-    if extra:  # vLLM's Llama reads these, transformers' does not
-        file = path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | extra, indent=2))
 
 
 def _byte_tokenizer() -> Any:
