@@ -21,8 +21,9 @@ from typing import Any
 
 from raykv.actors.processes import Pidfd
 from raykv.actors.store_call import Done
-from raykv.errors import HostDied, HostError, HostRaised, HostTimeout, StoreError
+from raykv.errors import HostDied, HostRaised, StoreError
 from raykv.store_messages import Attached, StoreSpec
+from tests.support.store_calls import call_and_wait
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -91,18 +92,7 @@ class ForkedStore:
         done(None, HostDied("the store is gone"))
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
-        answered, answer = threading.Event(), []
-
-        def done(result: Any, error: HostError | None) -> None:
-            answer.extend((result, error))
-            answered.set()
-
-        self.submit(method, *args, done=done)
-        if not answered.wait(timeout):
-            raise HostTimeout(f"the store did not answer within {timeout:g} s")
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+        return call_and_wait(self, method, *args, timeout=timeout)
 
     def process(self, attached: Attached) -> Pidfd | None:
         return Pidfd.open(attached.pid, attached.started)

@@ -16,8 +16,9 @@ from typing import Any
 
 from raykv.actors.node_store import NodeStore
 from raykv.actors.store_call import Done
-from raykv.errors import HostDied, HostError, HostRaised, HostTimeout, StoreError
+from raykv.errors import HostDied, HostError, HostRaised, StoreError
 from raykv.store_messages import Attached, StoreSpec
+from tests.support.store_calls import call_and_wait
 
 
 class Life:
@@ -132,19 +133,7 @@ class InProcessStore:
         threading.Thread(target=run, name=f"store-{method}", daemon=True).start()
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
-        answered = threading.Event()
-        answer: list[Any] = []
-
-        def done(result: Any, error: HostError | None) -> None:
-            answer.extend((result, error))
-            answered.set()
-
-        self.submit(method, *args, done=done)
-        if not answered.wait(timeout):
-            raise HostTimeout(f"the store did not answer within {timeout:g} s")
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+        return call_and_wait(self, method, *args, timeout=timeout)
 
     def process(self, attached: Attached) -> Life | None:
         life = next((life for life in self.lives if life.store.life == attached.store), None)
