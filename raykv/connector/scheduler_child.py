@@ -10,7 +10,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -98,7 +98,7 @@ class SchedulerChild:
             (self.known if self.up else self.strangers).add(request)
             return request in self.known
 
-    def ended(self, requests: frozenset[RequestId]) -> None:
+    def ended(self, requests: Set[RequestId]) -> None:
         """The step that tells of these requests' end was planned."""
         with self._lock:
             self.known -= requests

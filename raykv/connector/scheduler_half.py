@@ -44,7 +44,7 @@ class SchedulerHalf:
         num_ranks = vllm_config.parallel_config.world_size
         self.children = list(children)
         self._block_size = vllm_config.cache_config.block_size
-        self._ledger = Ledger(len(self.children), num_ranks)
+        self._ledger = Ledger(num_ranks)
         self._pins = BlockPins(vllm_compat.windowed_groups(kv_cache_config))
         self._params = ChildParams([child.name for child in self.children])
         self._counters = SchedulerCounters(self.children)
@@ -140,7 +140,7 @@ class SchedulerHalf:
             child.distrust()
         finished = frozenset(RequestId(r) for r in seen.finished_req_ids)
         if output.finished_req_ids:
-            child.ended(frozenset(map(RequestId, output.finished_req_ids)))
+            child.ended(output.finished_req_ids)
         data, idle = None, False
         if meta is not None and child.index not in step.doubtful:
             data = dump(meta)

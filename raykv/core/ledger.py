@@ -93,7 +93,7 @@ class Settled:
 class Ledger:
     """One engine's ledger, over all ranks. One thread: the scheduler's."""
 
-    def __init__(self, num_children: int, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self._ranks = frozenset(Rank(r) for r in range(num_ranks))
         self._loads: dict[RequestId, Load] = {}
         self._sends: dict[tuple[RequestId, ChildIndex], list[Send]] = {}

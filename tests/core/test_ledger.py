@@ -47,7 +47,7 @@ def died(rank: int = 0, child: int = A, incarnation: int = 0) -> ChildEvent:
 
 
 def a_ledger(ranks: int = 2) -> Ledger:
-    ledger = Ledger(2, ranks)
+    ledger = Ledger(ranks)
     ledger.request_arrived(R)
     return ledger
 

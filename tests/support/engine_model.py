@@ -177,7 +177,7 @@ class Engine:
         self.ranks = [Rank(r) for r in range(num_ranks)]
         self.children = [Child((FIRST,) * num_ranks, dict.fromkeys(self.ranks, NEVER)) for _ in range(num_children)]
         self.hosts = [Host(c, r) for c in range(num_children) for r in self.ranks]
-        self.ledger = Ledger(num_children, num_ranks)
+        self.ledger = Ledger(num_ranks)
         self.pins = PinTable()
         self.pool = BlockPool(num_blocks, self._check_new_owner)
         self.requests: list[Request] = []  # all that have not ended, in order of arrival
