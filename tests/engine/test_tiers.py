@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import wait_until
 from tests.support.configs import multi, tier_child
 from tests.support.engine import Engine, Result
 from tests.support.prompts import MAX_TOKENS, PROMPTS
@@ -67,15 +68,14 @@ class Tiers:
 
     def wait_back(self, old: int) -> None:
         """Until the store's next life serves this engine: a look-up, asked for by a request, is answered."""
-        deadline = time.monotonic() + 90
-        while True:
+
+        def hits() -> bool:
             before = self.loaded("host") + self.loaded("disk")
             self.ask("page")
-            if self.loaded("host") + self.loaded("disk") > before:
-                assert self.status()["pid"] != old
-                return
-            assert time.monotonic() < deadline, "the store did not come back within 90 s"
-            time.sleep(0.5)
+            return self.loaded("host") + self.loaded("disk") > before
+
+        wait_until(hits, "hit after the store's death", timeout_s=90)
+        assert self.status()["pid"] != old
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +167,10 @@ def test_a_second_engine_and_a_killed_first(tiers: Tiers, tiny_model: Path, base
         second.wait_free_blocks(free, timeout_s=30)
         tiers.engine.submit(PROMPTS["branch2"], MAX_TOKENS).first_token.wait(60)
         tiers.engine.kill()
-        deadline = time.monotonic() + 60
-        while len(second.call_core("tests.support.probes:store_status", tiers.store)["engines"]) > 1:
-            assert time.monotonic() < deadline, "the store still holds on to the dead engine"
-            time.sleep(0.2)
+        wait_until(
+            lambda: len(second.call_core("tests.support.probes:store_status", tiers.store)["engines"]) == 1,
+            "end of the dead engine in the store",
+        )
         second.forget(30)
         assert second.generate(PROMPTS["long"], MAX_TOKENS).token_ids == baseline["long"]
         second.forget(30)
