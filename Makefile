@@ -40,7 +40,8 @@ format: setup  ## let ruff rewrite what it can
 bench: setup  ## hook time and TTFT against vLLM's own MultiConnector
 	$(PY) -m benchmarks.run
 
-soak: setup  ## the long tests
+soak: setup  ## the long tests, and the unit tests with new random examples
+	RAYKV_EXAMPLES=new $(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'
 	$(PY) -m pytest tests -m soak
 
 clean:  ## remove caches, builds and reports; the virtual environment stays

@@ -1,7 +1,7 @@
 """The engine's side of `tests.support.engine`: an AsyncLLM that answers JSON lines on an inherited socket.
 
 vLLM spawns its EngineCore and its workers; multiprocessing imports this main module in each of them again. That
-is how the probe below becomes a method of the EngineCore there.
+is how what is set below is set there too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.engine.core import EngineCore
 
 from tests.support import probes
 
 EngineCore.raykv_call = probes.core_call
+
+# vLLM's processes spin for a second after each message before they sleep. On two cores that starves whoever shares
+# theirs (a starting host got 5 % of a core): here they sleep after 2 ms, and are woken by vLLM's own notification.
+SpinCondition.__init__.__defaults__ = (0.002,)
 
 
 class Server:
