@@ -23,6 +23,8 @@ class Medium(enum.StrEnum):
 
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"
+    FS = "fs"
 
 
 class Cascade(enum.StrEnum):
@@ -41,7 +43,10 @@ class Eviction(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One tier. `capacity` in bytes of slots; `path` is the folder of a disk tier, None for host memory."""
+    """One tier of a store's own. `path`: the folder of a disk or fs tier, None for host memory.
+
+    `capacity`: bytes of slots; of an fs tier the bytes that all nodes together keep in its folder.
+    """
 
     medium: Medium
     capacity: int
@@ -54,6 +59,7 @@ class StoreSpec:
 
     `slot_nbytes` is a multiple of 4096; 0: that of the first engine's largest block, rounded up.
     `checksum` False trades the check of every read for speed; what a store then recovers is not served.
+    `peer`: read from the host tiers of other nodes' stores too.
     """
 
     name: str
@@ -63,6 +69,7 @@ class StoreSpec:
     eviction: Eviction = Eviction.LRU
     cascade: Cascade = Cascade.EVICT
     lease_s: float = 60.0
+    peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class LookUp:
 class LookedUp:
     """The first `num_blocks` blocks are held and leased. `media`: for each the slowest medium that it comes from.
 
-    `lease` is None exactly when `num_blocks` is 0.
+    `lease` is None exactly when `num_blocks` is 0. `more`: other nodes may have more of it; `NodeStore.reach` asks.
     """
 
     store: StoreLife
@@ -129,6 +136,7 @@ class LookedUp:
     num_blocks: int
     lease: LeaseId | None = None
     media: tuple[Medium, ...] = ()
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from raykv.store_messages import Cascade, Eviction, Medium, StoreSpec, TierSpec
 
 HOST = {"medium": "host", "capacity": "1GiB"}
 DISK = {"medium": "disk", "path": "/nvme/raykv", "capacity": "2TiB"}
+FS = {"medium": "fs", "path": "/mnt/shared/kv", "capacity": "10TiB"}
+PEER = {"medium": "peer"}
 
 
 def refused(extra: Any, *words: str) -> None:
@@ -58,6 +60,16 @@ def test_a_disk_alone_and_a_path_of_the_user(monkeypatch: pytest.MonkeyPatch) ->
     assert tier.path == "/home/me/kv"
 
 
+def test_other_nodes_and_a_shared_folder() -> None:
+    store = parse_tiers({"tiers": [HOST, PEER, FS]}).store
+    assert store.peer and store.tiers == (
+        TierSpec(Medium.HOST, 1 << 30),
+        TierSpec(Medium.FS, 10 << 40, "/mnt/shared/kv"),
+    )
+    assert not parse_tiers({"tiers": [HOST, FS]}).store.peer
+    assert parse_tiers({"tiers": [DISK, FS]}).store.tiers[1].medium is Medium.FS
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
@@ -99,6 +111,14 @@ def test_a_bad_size_is_refused(wrong: Any) -> None:
         ({"tiers": [HOST, {"medium": "disk", "capacity": "1GiB"}]}, ["tiers[1].path is missing", "/nvme/raykv"]),
         ({"tiers": [{**DISK, "path": "kv"}]}, ['"kv"', "absolute"]),
         ({"tiers": [HOST, HOST]}, ["tiers[1].medium", "tiers[0]", "one tier of each"]),
+        ({"tiers": [HOST, {**PEER, "capacity": "1GiB"}]}, ["tiers[1].capacity", "left out"]),
+        ({"tiers": [HOST, {**PEER, "path": "/x"}]}, ["tiers[1].path", "left out"]),
+        ({"tiers": [PEER]}, ["nothing but", "tier of this node"]),
+        ({"tiers": [PEER, FS]}, ["no tier of this node before", "host"]),
+        ({"tiers": [FS]}, ["no tier of this node before", "host"]),
+        ({"tiers": [FS, HOST]}, ["fs, host", "fastest first: host, disk, peer, fs"]),
+        ({"tiers": [HOST, {"medium": "fs", "capacity": "1GiB"}]}, ["tiers[1].path is missing", "all nodes share"]),
+        ({"tiers": [HOST, {**FS, "path": "kv"}]}, ['"kv"', "absolute"]),
         ({"tiers": [DISK, HOST]}, ["disk, host", "fastest first: host, disk"]),
         ({"tiers": [HOST], "capacity": "1GiB"}, ['"capacity"', "an entry of kv_connector_extra_config.tiers"]),
         ({"tiers": [HOST], "raykv": {}}, ['"raykv"', "MultiConnector"]),
@@ -120,7 +140,7 @@ def test_what_is_refused(extra: Any, words: list[str]) -> None:
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 tiers = st.dictionaries(
-    st.sampled_from(["medium", "capacity", "path", "x"]), scalars | st.sampled_from(["host", "disk", "1GiB", "/kv"])
+    st.sampled_from(["medium", "capacity", "path", "x"]), scalars | st.sampled_from([*Medium, "1GiB", "/kv"])
 )
 
 

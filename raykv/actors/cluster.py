@@ -19,7 +19,7 @@ from ray._private import gcs_utils, ray_constants, services
 from ray._private.authentication import authentication_token_setup
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from raykv.actors import error_listener, local_cluster, settings
+from raykv.actors import error_listener, local_cluster, own_node, settings
 from raykv.actors.addresses import parse, why_unreachable
 from raykv.actors.processes import ray_processes
 from raykv.errors import ClusterError
@@ -248,13 +248,14 @@ def _init(target: str, namespace: str) -> None:
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
-        ray.init(
-            address=target,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            configure_logging=False,
-        )
+        with own_node.joined(services):
+            ray.init(
+                address=target,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                configure_logging=False,
+            )
         error_listener.silence(ray._private.worker.global_worker)
     except Exception as error:
         ray.shutdown()

@@ -13,21 +13,27 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from raykv.actors.host_base import be_as_nice_as_others, own_info
+from raykv.actors.peer_finder import PeerDoor
+from raykv.actors.peer_tier import PeerTier
 from raykv.actors.processes import start_time
+from raykv.actors.publisher import Publisher
 from raykv.actors.store_files import SHM, host_path
 from raykv.actors.store_loads import Loader, not_done
 from raykv.actors.store_mover import Mover
 from raykv.actors.store_saves import Saver
 from raykv.actors.store_sessions import Engine, Session, Sessions, open_session
+from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers, round_up
 from raykv.errors import StorageError, StoreError
+from raykv.peer_messages import Lend, Lent
 from raykv.store_messages import (
     HASH_NBYTES,
     Attached,
@@ -43,7 +49,7 @@ from raykv.store_messages import (
     StoreStatus,
     TierStatus,
 )
-from raykv.types import EngineId, Rank, StoreLife
+from raykv.types import EngineId, LeaseId, Rank, StoreLife
 
 logger = logging.getLogger("raykv")
 
@@ -66,17 +72,21 @@ class NodeStore:
         own_process: bool = False,
         shm: Path = SHM,
         backlog_nbytes: int = BACKLOG_NBYTES,
+        door: PeerDoor | None = None,
+        tag: str = "",
     ) -> None:
         """`own_process`: nothing else runs here, so its threads and niceness may be set. Does not raise for the media:
-        what is wrong with them is raised by `attach`, where somebody hears it."""
+        what is wrong with them is raised by `attach`, where somebody hears it. `door`: to other nodes' stores.
+
+        `tag` tells the host tier's file from that of a store of this name on another node of the same machine."""
         if own_process:
             torch.set_num_threads(1)
             be_as_nice_as_others()
         self.spec = spec
-        self._host = host_path(namespace, spec.name, shm)
+        self._host = host_path(namespace, f"{spec.name}-{tag}" if tag else spec.name, shm)
         self._pid, self._started = os.getpid(), start_time(os.getpid()) or 0
         self.life = StoreLife(f"{self._pid}.{self._started}.{secrets.token_hex(6)}")
-        self._backlog_nbytes = backlog_nbytes
+        self._backlog_nbytes, self._door = backlog_nbytes, door
         self._sessions = Sessions()
         self._attaching = threading.Lock()
         self._closed = False
@@ -84,6 +94,9 @@ class NodeStore:
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._mover: Mover | None = None
+        self._peers: PeerTier | None = None
+        self._publisher: Publisher | None = None
+        self._shared: SharedLookUps | None = None
         try:
             found = Tiers.found_slot_nbytes(spec, self._host)
             if found and not spec.slot_nbytes:
@@ -97,7 +110,7 @@ class NodeStore:
     def info(self) -> dict[str, Any]:
         """HostInfo and how this store was set up, as plain values: who asks may run another RayKV."""
         tiers = [(str(tier.medium), tier.capacity, tier.path) for tier in self.spec.tiers]
-        spec = {"tiers": tiers, "checksum": self.spec.checksum, "slot": self.spec.slot_nbytes}
+        spec = {"tiers": tiers, "checksum": self.spec.checksum, "slot": self.spec.slot_nbytes, "peer": self.spec.peer}
         return {**own_info(), "store": str(self.life), "spec": spec}
 
     # -- control --------------------------------------------------------------------------------------------
@@ -134,11 +147,30 @@ class NodeStore:
 
     def _open(self, slot_nbytes: int) -> Stock:
         stock = Stock(Tiers.open(self.spec, slot_nbytes, self._host))
-        self._saver, self._loader = Saver(stock, self._backlog_nbytes), Loader(stock)
+        try:
+            self._peers = self._open_peers(stock)
+        except BaseException:
+            stock.close(remove_host=False)
+            raise
+        self._saver = Saver(stock, self._backlog_nbytes)
+        self._loader = Loader(stock, self._peers.loader if self._peers is not None else None)
         self._mover = Mover(stock, self._sessions, self._end_dead)
+        self._shared = SharedLookUps.of(stock)
         self._stock = stock
         self._mover.start()
+        door = self._door
+        if door is not None and door.find_directory is not None:
+            book, find = stock.book, door.find_directory
+            self._publisher = Publisher(book.content, stock.lock, find, door.node, door.store, self.life)
+            self._publisher.start()
         return stock
+
+    def _open_peers(self, stock: Stock) -> PeerTier | None:
+        if not self.spec.peer or self._door is None:
+            return None
+        peers = PeerTier(stock, self._sessions, self.life, self._door)
+        peers.start()
+        return peers
 
     def detach(self, engine: EngineId, rank: Rank) -> None:
         """A worker leaves: when this returns, nothing touches its KV cache any more."""
@@ -170,9 +202,9 @@ class NodeStore:
             TierStatus(
                 path=spec.path,
                 slot_nbytes=stock.tiers.slot_nbytes,
-                **{name: getattr(tier, name) for name in _TIER_FIGURES},
+                **{name: getattr(tier, name) for name in _TIER_FIGURES} | stock.tiers.counts(number),
             )
-            for tier, spec in zip(figures.tiers, self.spec.tiers, strict=True)
+            for number, (tier, spec) in enumerate(zip(figures.tiers, self.spec.tiers, strict=True))
         )
         counts = {name: getattr(figures, name) for name in _FIGURES}
         return StoreStatus(self.life, self.spec.name, self._pid, tiers, self._sessions.engine_ids(), **counts)
@@ -202,8 +234,12 @@ class NodeStore:
             self._closed = True
             if not self._sessions.end_all(DETACH_S):
                 raise StoreError(f"Copies of the store {self.spec.name} still run: its process must be killed.")
+            if self._publisher is not None:
+                self._publisher.close()
             if self._mover is not None:
                 self._mover.close()
+            if self._peers is not None:
+                self._peers.close()
             stock, self._stock = self._stock, None
             if stock is not None:
                 stock.close(remove_host)
@@ -212,22 +248,31 @@ class NodeStore:
 
     def look_up(self, engine: EngineId, look_up: LookUp) -> LookedUp:
         """The longest prefix held for all ranks of the engine, leased to it. A stranger has no hits."""
+        return self.look_ups(engine, [look_up])[0]
+
+    def look_ups(self, engine: EngineId, batch: Sequence[LookUp]) -> list[LookedUp]:
+        """Several in one call. With a shared tier it may wait for that a little."""
+        found, shared = self._sessions.complete(engine), self._shared
+        if shared is not None and found is not None:
+            _, fingerprints, windows = found
+            shared.find([(fingerprints, windows, _hashes(look_up)) for look_up in batch])
+        answers = [self._look_up(engine, look_up) for look_up in batch]
+        if self._peers is None or not self._peers.reacher.up:
+            return answers
+        asked = [len(look_up.hashes) // HASH_NBYTES for look_up in batch]
+        return [replace(one, more=one.num_blocks < n) for one, n in zip(answers, asked, strict=True)]
+
+    def _look_up(self, engine: EngineId, look_up: LookUp) -> LookedUp:
         stock, miss = self._stock, LookedUp(self.life, look_up.request, 0)
         found = self._sessions.complete(engine)
         if stock is None or found is None:
             return miss
         key, fingerprints, windows = found
-        step = HASH_NBYTES
-        hashes = [look_up.hashes[i : i + step] for i in range(0, len(look_up.hashes), step)]
         with stock.lock:
-            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, hashes, time.monotonic())
+            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, _hashes(look_up), time.monotonic())
         if lease is None:
             return miss
         return LookedUp(self.life, look_up.request, lease.num_blocks, stock.lease_out(lease.id), lease.media)
-
-    def look_ups(self, engine: EngineId, batch: Sequence[LookUp]) -> list[LookedUp]:
-        """Several in one call."""
-        return [self.look_up(engine, look_up) for look_up in batch]
 
     def settle(self, engine: EngineId, settle: Settle) -> StoreLife:
         """Commits become visible, aborts and releases are carried out. What this life doesn't know is passed over."""
@@ -241,9 +286,29 @@ class NodeStore:
                     stock.book.abort(found.key, job)
                 for lease in settle.releases:
                     stock.book.release(stock.lease_in(lease))
+            if settle.releases and self._peers is not None:
+                self._peers.released([stock.lease_in(lease) for lease in settle.releases])
             if settle.commits or settle.releases:
                 self._wake()
         return self.life
+
+    # -- other nodes' stores, in threads of their own -------------------------------------------------------
+
+    def reach(self, engine: EngineId, look_up: LookUp, have: LookedUp, limit_s: float) -> LookedUp:
+        """Look for what `have`, this store's answer, lacks at other nodes, and lease it there. `have` if there is none.
+
+        Blocks for `limit_s` seconds at most. The longer answer has the lease of `have`, if that has one.
+        """
+        return self._peers.reacher.reach(engine, look_up, have, limit_s) if self._peers is not None else have
+
+    def lend(self, lend: Lend) -> Lent:
+        """Another node's store asks for blocks; it reads them where they are."""
+        return self._peers.lender.lend(lend) if self._peers is not None else Lent(self.life)
+
+    def give_back(self, leases: Sequence[LeaseId]) -> None:
+        """Another node's store needs these leases no more."""
+        if self._peers is not None:
+            self._peers.lender.give_back(leases)
 
     # -- copies, in threads of their own --------------------------------------------------------------------
 
@@ -287,6 +352,10 @@ class NodeStore:
     def _wake(self) -> None:
         if self._mover is not None:
             self._mover.wake()
+
+
+def _hashes(look_up: LookUp) -> list[bytes]:
+    return [look_up.hashes[i : i + HASH_NBYTES] for i in range(0, len(look_up.hashes), HASH_NBYTES)]
 
 
 _FIGURES = (

@@ -3,6 +3,9 @@
 A thread of its own opens the store and sends what has gathered. Every question is answered exactly once: by the
 store, or by a miss when the store can't be reached or is late. A lease that comes with a late answer is given back.
 
+An answer that other nodes may add to is held back while the store looks there, for a limit of its own: what takes
+longer adds nothing, and the answer that there was stands.
+
 What is settled is sent until the store has confirmed it. That is safe in any order and to any life of the store:
 jobs and leases of another life mean nothing to it, and a job that was settled is unknown.
 """
@@ -33,6 +36,10 @@ MAX_HASH_NBYTES = 64 << 10
 MAX_UNSETTLED = 100_000
 """Ids kept for a store that can't be reached; beyond it the oldest go (its engine's end settles them too)."""
 TIMEOUTS_TO_DOWN = 3
+LEAST_REACH_S = 0.005
+"""Looking at other nodes takes two round trips of Ray's at least."""
+MAX_LATE = 1000
+"""Answers from other nodes that are waited for though nobody needs them: only to give back what they have leased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,21 @@ class _Answer:
     error: HostError | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Reaching:
+    """The store looks at other nodes for more than `have`, which is the answer at `limit`."""
+
+    have: LookedUp
+    limit: float
+
+
 class StoreAsker:
     """Public methods: any thread, a few microseconds each, but for `close`."""
 
-    def __init__(self, open_handle: OpenStore, engine: EngineId, timeout_s: float) -> None:
+    def __init__(self, open_handle: OpenStore, engine: EngineId, timeout_s: float, reach_s: float = 0.0) -> None:
+        """`reach_s`: how long after a question other nodes may be looked at for it; 0: they never are."""
         self._open_handle, self._engine, self._timeout_s = open_handle, engine, timeout_s
+        self._reach_s = reach_s
         self._inbox: queue.SimpleQueue[LookUp | Settle | _Answer | None] = queue.SimpleQueue()
         self._answers: deque[LookedUp] = deque()
         self._closed = threading.Event()
@@ -58,6 +75,8 @@ class StoreAsker:
         # The thread's own from here on.
         self._handle: StoreCaller | None = None
         self._asked: dict[int, tuple[list[LookUp], float]] = {}
+        self._reaching: dict[int, _Reaching] = {}
+        self._late: dict[int, LookedUp] = {}  # what was answered instead
         self._token = 0
         self._unsettled: deque[Settle] = deque()
         self._settling: list[Settle] = []
@@ -125,6 +144,7 @@ class StoreAsker:
                 logger.exception("asking the store of engine %s", self._engine)
                 self._lost()
         self._miss([look_up for asked, _ in self._asked.values() for look_up in asked])
+        self._answers.extend(reaching.have for reaching in self._reaching.values())
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -149,7 +169,7 @@ class StoreAsker:
 
     def _gather(self) -> list[LookUp | Settle | _Answer | None]:
         """Blocks for the first item, or until something is due."""
-        limits = [limit for _, limit in self._asked.values()]
+        limits = [limit for _, limit in self._asked.values()] + [one.limit for one in self._reaching.values()]
         if self._settling:
             limits.append(self._settle_limit)
         elif not self._up:
@@ -219,7 +239,10 @@ class StoreAsker:
         if answer.token == self._settle_token:
             self._take_settled(answer)
             return
-        asked, _ = self._asked.pop(answer.token, ([], 0.0))
+        if answer.token in self._reaching or answer.token in self._late:
+            self._take_reached(answer)
+            return
+        asked, limit = self._asked.pop(answer.token, ([], 0.0))
         if answer.error is not None:
             self._miss(asked)
             if asked:
@@ -232,7 +255,30 @@ class StoreAsker:
         self._timeouts = 0
         if found:
             self._life = found[0].store
-        self._answers.extend(found)
+        for look_up, one in zip(asked, found, strict=True):
+            if one.more and self._reach_s > 0:
+                self._reach(look_up, one, limit - self._timeout_s + self._reach_s)
+            else:
+                self._answers.append(one)
+
+    def _reach(self, look_up: LookUp, have: LookedUp, limit: float) -> None:
+        left = limit - time.monotonic()
+        if left < LEAST_REACH_S:
+            self._answers.append(have)
+            return
+        self._token += 1
+        self._reaching[self._token] = _Reaching(have, limit)
+        self._submit(self._token, "reach", self._engine, look_up, have, left)
+
+    def _take_reached(self, answer: _Answer) -> None:
+        """A store that is lost shows by its other calls: here the answer that there was is as good as any."""
+        reaching = self._reaching.pop(answer.token, None)
+        if reaching is not None:
+            self._answers.append(answer.result if answer.error is None else reaching.have)
+            return
+        have = self._late.pop(answer.token)
+        if answer.error is None and have.lease is None and answer.result.lease is not None:
+            self._unsettled.append(Settle(releases=(answer.result.lease,)))
 
     def _too_late(self, result: Any) -> None:
         """Somebody was told that it is a miss. (A late settlement was sent again meanwhile.)"""
@@ -256,6 +302,12 @@ class StoreAsker:
             asked, _ = self._asked.pop(token)
             self._miss(asked)
             self._timeouts += 1
+        for token in [token for token, one in self._reaching.items() if one.limit <= now]:
+            have = self._reaching.pop(token).have
+            self._answers.append(have)
+            self._late[token] = have
+            if len(self._late) > MAX_LATE:
+                del self._late[next(iter(self._late))]
         if self._settling and self._settle_limit <= now:
             late = HostError(f"it settled nothing within {self._timeout_s:g} s")
             self._take_settled(_Answer(self._settle_token, None, late))

@@ -7,25 +7,28 @@ it can't wait for. Calls are never retried by Ray, for a job of one life must no
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, directory_handle, handles
 from raykv.actors.host_base import HostInfo, compare_versions
+from raykv.actors.peer_finder import DirectoryFinder, PeerDoor
 from raykv.actors.processes import Pidfd
 from raykv.actors.store_call import Done, reason
 from raykv.errors import HostError, RayKVError, StoreError
 from raykv.store_messages import Attached, StoreSpec
 
 PREFIX = "raykv-store-"
-GROUPS = {"look_up": 1, "load": 8, "save": 8, "settle": 1, handles.CONTROL_GROUP: 4}
+GROUPS = {"look_up": 1, "load": 8, "save": 8, "settle": 1, "reach": 4, "lend": 1, handles.CONTROL_GROUP: 4}
 """Threads by concurrency group: a look-up waits for look-ups only, a rank's load for nobody's save."""
-GROUP_OF = {"look_up": "look_up", "look_ups": "look_up", "load": "load", "save": "save", "settle": "settle"}
+GROUP_OF = {"look_ups": "look_up", "give_back": "lend", **{name: name for name in GROUPS}}
 OPEN_S = 60.0
 SHUTDOWN_S = 10.0
 
@@ -87,6 +90,7 @@ def open_store(
     node = node_id or ray.get_runtime_context().get_node_id()
     name = store_name(spec.name, node)
     try:
+        door, tag = _door(spec, node, name, namespace)
         actor = (
             ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
                 NodeStore
@@ -98,7 +102,7 @@ def open_store(
                 get_if_exists=True,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(spec, namespace, own_process=True)
+            .remote(spec, namespace, own_process=True, door=door, tag=tag)
         )
         handle = StoreHandle(name, actor)
         info = handle.call("info", timeout=timeout)
@@ -117,6 +121,39 @@ def open_store(
     return handle
 
 
+def find_store(name: str, namespace: str = "raykv") -> StoreHandle:
+    """The store whose actor has this name, on whatever node. Raises StoreError if there is none, or no head to ask."""
+    if not cluster.head_reachable():
+        raise StoreError(f"{name} can't be found while Ray's head is away: `raykv restart-head`.")
+    try:
+        return StoreHandle(name, ray.get_actor(name, namespace))
+    except ValueError as error:
+        raise StoreError(f"There is no store {name} in this cluster.") from error
+
+
+def _door(spec: StoreSpec, node: str, name: str, namespace: str) -> tuple[PeerDoor, str]:
+    """How a store of this node reaches others, and what its files' names need where a machine has several nodes."""
+    nodes = {one["node_id"]: one["ip"] for one in cluster.nodes() if one["alive"]}
+    ip = nodes.get(node, "")
+    find = directory_handle.finder(namespace, start=spec.peer)
+    door = PeerDoor(
+        make_finder=partial(DirectoryFinder, find),
+        open_peer=partial(find_store, namespace=namespace),
+        node=node,
+        store=name,
+        loopback=_is_loopback(ip),
+        find_directory=find,
+    )
+    return door, node[:12] if list(nodes.values()).count(ip) > 1 else ""
+
+
+def _is_loopback(ip: str) -> bool:
+    try:
+        return ipaddress.ip_address(ip).is_loopback
+    except ValueError:
+        return False
+
+
 def _conflict(spec: StoreSpec, running: Mapping[str, Any]) -> str:
     """How the running store differs from what an engine wants; empty if it does not matter."""
     wanted = [(str(tier.medium), tier.capacity, tier.path) for tier in spec.tiers]
@@ -124,6 +161,8 @@ def _conflict(spec: StoreSpec, running: Mapping[str, Any]) -> str:
         return f"the tiers {running['tiers']}, not {wanted}"
     if running["checksum"] != spec.checksum:
         return f"checksum={running['checksum']}, not {spec.checksum}"
+    if bool(running.get("peer")) != spec.peer:
+        return f"{'a' if running.get('peer') else 'no'} peer tier"
     if spec.slot_nbytes and spec.slot_nbytes != running["slot"]:
         return f"slot={running['slot'] or 'automatic'}, not {spec.slot_nbytes}"
     return ""

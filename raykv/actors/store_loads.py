@@ -12,16 +12,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from raykv.actors.peer_loads import PeerLoader, Wanted
 from raykv.actors.store_sessions import Engine, Session
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Written
+from raykv.core.peer_part import PeerPart
 from raykv.core.store_book import block_key
 from raykv.core.store_plans import Move, Place
 from raykv.errors import DiskError
 from raykv.storage.headers import Header
-from raykv.store_messages import JobDone, LoadJob, SaveJob
+from raykv.store_messages import JobDone, LoadJob, Medium, SaveJob
 
 logger = logging.getLogger("raykv")
 
@@ -68,28 +70,35 @@ class _Read:
 class Loader:
     """One per store. Any number of threads, each inside a use of the session."""
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
+    def __init__(self, stock: Stock, peers: PeerLoader | None = None) -> None:
+        self._stock, self._peers = stock, peers
 
     def load(self, engine: Engine, session: Session, job: LoadJob) -> JobDone:
         """Fill the job's blocks with what its lease covers, every byte checked."""
         started, stock = time.monotonic(), self._stock
         lease, row = stock.lease_in(job.lease), engine.row(session.attach.fingerprint)
+        far: list[Wanted] = []
         with stock.lock:
-            places = stock.book.begin_load(lease, row, job.indices) if row is not None else None
+            part = stock.parts.get(lease)
+            here = job if part is None else _split(part, job, far)
+            places = stock.book.begin_load(lease, row, here.indices) if row is not None else None
         if places is None or row is None:
             return not_done(job, "its lease is over")
         wanted = [
             _Wanted(group, block_id, place)
-            for group, (block_ids, found) in enumerate(zip(job.block_ids, places, strict=True))
+            for group, (block_ids, found) in enumerate(zip(here.block_ids, places, strict=True))
             for block_id, place in zip(block_ids, found, strict=True)
         ]
         loaded = _Loaded()
+        far_good: list[Wanted] = []
         try:
             self._load_from_memory(session, wanted, loaded)
             slower = [one for one in wanted if stock.tiers.rows(one.place.tier) is None]
             if slower:
                 self._load_through(session, slower, loaded)
+            if part is not None and far and not loaded.bad and self._peers is not None:
+                from_peer = self._peers.load(session, row, part, far)
+                far_good, loaded.error = from_peer.good, from_peer.error
         except Exception as error:
             logger.exception("a load of engine %s, rank %d", session.attach.engine, session.attach.rank)
             settled = {one.block_id for one in loaded.good}
@@ -97,13 +106,20 @@ class Loader:
             loaded.error = f"{type(error).__name__}: {error}"
         with stock.lock:
             stock.tiers.quarantine(stock.book.end_load(lease, row, loaded.quarantine))
+        groups = [one.group for one in loaded.good] + [one.group for one in far_good]
+        bad = [one.block_id for one in loaded.bad]
+        if len(far_good) < len(far):
+            good = {(one.group, one.index) for one in far_good}
+            bad += [one.block_id for one in far if (one.group, one.index) not in good]
+            loaded.error = loaded.error or "the store has no peer tier"
+        media = Counter(stock.tiers.medium(one.place.tier) for one in loaded.good)
         return JobDone(
             job.job,
-            ok=not loaded.bad,
-            bad_blocks=tuple(one.block_id for one in loaded.bad),
-            nbytes=sum(session.nbytes[one.group] for one in loaded.good),
+            ok=not bad,
+            bad_blocks=tuple(bad),
+            nbytes=sum(session.nbytes[group] for group in groups),
             seconds=time.monotonic() - started,
-            media=dict(Counter(stock.tiers.medium(one.place.tier) for one in loaded.good)),
+            media=dict(media + Counter({Medium.PEER: len(far_good)})),
             error=loaded.error,
         )
 
@@ -234,6 +250,18 @@ class Loader:
             loaded.is_bad(one, "a slot holds another block than its lease says", quarantine=False)
             return None
         return header
+
+
+def _split(part: PeerPart, job: LoadJob, far: list[Wanted]) -> LoadJob:
+    """What of the job is leased in this store; what a peer has for it goes to `far`."""
+    here, there = part.split(job.indices)
+    for group, places in enumerate(there):
+        far += [Wanted(group, job.indices[group][place], job.block_ids[group][place]) for place in places]
+    return replace(
+        job,
+        indices=tuple(tuple(job.indices[group][place] for place in places) for group, places in enumerate(here)),
+        block_ids=tuple(tuple(job.block_ids[group][place] for place in places) for group, places in enumerate(here)),
+    )
 
 
 def not_done(job: SaveJob | LoadJob, why: str) -> JobDone:

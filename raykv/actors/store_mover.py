@@ -16,6 +16,7 @@ from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Written
 from raykv.core.store_plans import Move, Place
 from raykv.errors import DiskError, StorageError
+from raykv.store_messages import Medium
 
 logger = logging.getLogger("raykv")
 
@@ -102,11 +103,13 @@ class Mover:
                     row = self._stock.staging.rows[staged]
                     bad = not tiers.read(move.source, header, row)
                 if not bad:
-                    tiers.write(move.target, row, Written(header.nbytes, header.checksum))
+                    tiers.write(move.target, row, Written(header.nbytes, header.checksum), move.key)
                     ok = True
         except DiskError as error:
             if error.fatal:
                 self._stock.switch_off(move.target.tier, error)
+            else:
+                logger.warning("a move to the %s tier: %s", tiers.medium(move.target.tier), error)
         finally:
             if staged is not None:
                 self._stock.staging.give([staged])
@@ -135,8 +138,8 @@ class Mover:
     def scrub(self, tier: int) -> None:
         """Verify the next idle slot of a tier, and quarantine it if it is bad."""
         stock = self._stock
-        if not stock.spec.checksum:
-            return
+        if not stock.spec.checksum or stock.tiers.medium(tier) is Medium.FS:
+            return  # on a shared tier all nodes would read all files, and each read of one is checked anyway
         with stock.lock:
             found = stock.book.begin_check(tier)
         if found is None:

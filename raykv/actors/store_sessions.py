@@ -46,7 +46,7 @@ class Session:
 
     def mover(self, group: int, rows: torch.Tensor) -> SlotMover:
         """What copies between the group's blocks and these slots. While the session is in use."""
-        # Keyed by address: a store has two sets of rows, of its host tier and for staging, and both stay.
+        # Keyed by address: a store has few sets of rows, of its host tier and for staging, and all stay.
         movers = self._movers.get(rows.data_ptr())
         if movers is None:
             movers = self._movers[rows.data_ptr()] = tuple(

@@ -12,6 +12,7 @@ import torch
 
 from raykv.actors.store_tiers import Tiers
 from raykv.core.eviction import make_policy
+from raykv.core.peer_part import PeerParts
 from raykv.core.slot_table import SlotTable
 from raykv.core.store_book import StoreBook
 from raykv.core.store_plans import Move
@@ -36,11 +37,12 @@ class Staging:
         self._free = list(range(count))
         self._changed = threading.Condition()
 
-    def take(self, wait: bool = True) -> int | None:
-        """A row; None if there is none and the caller, who holds some, must not wait (it could be for himself)."""
+    def take(self, wait: bool = True, timeout: float | None = None) -> int | None:
+        """A row; None if there is none and the caller, who holds some, must not wait (it could be for himself), or if
+        there is none within `timeout` seconds."""
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: bool(self._free))
+                self._changed.wait_for(lambda: bool(self._free), timeout)
             return self._free.pop() if self._free else None
 
     def take_some(self, most: int) -> list[int]:
@@ -76,16 +78,20 @@ class Stock:
             if found or quarantined:
                 medium = tiers.medium(tier)
                 logger.info("%s tier: %d blocks found again, %d slots out of use", medium, len(found), len(quarantined))
-        disk = any(tier.medium is Medium.DISK for tier in self.spec.tiers)
-        self._staging = Staging(tiers.slot_nbytes) if disk else None
+        through = any(tier.medium is not Medium.HOST for tier in self.spec.tiers)
+        self._staging = Staging(tiers.slot_nbytes) if through else None
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="raykv-read")
+        self.parts = PeerParts()
+        """What leases have at peers; under the lock."""
         self._off: set[int] = set()
         # Ids of another life's leases must mean nothing here: a load names its lease, and not that life.
         self._first_lease = secrets.randbits(30) << 32
+        for tier, why in tiers.off:
+            self.switch_off(tier, DiskError(why, fatal=True))
 
     @property
     def staging(self) -> Staging:
-        assert self._staging is not None, "only a disk tier needs staging"
+        assert self._staging is not None, "only a tier that is not memory needs staging"
         return self._staging
 
     def lease_out(self, lease: LeaseId) -> LeaseId:
@@ -104,6 +110,10 @@ class Stock:
             self.tiers.clear(end.clear)
             if bad_source:
                 self.tiers.quarantine([move.source])
+
+    def serves(self, tier: int) -> bool:
+        """Whether the tier is not switched off."""
+        return tier not in self._off
 
     def switch_off(self, tier: int, error: DiskError) -> None:
         """A medium has failed for good. The store serves on without it."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -16,11 +17,14 @@ from raykv.core.store_plans import Place, Published
 from raykv.errors import DiskError, StorageError
 from raykv.storage.checksum import matches
 from raykv.storage.disk_pool import DiskPool
+from raykv.storage.fs_pool import FsPool
 from raykv.storage.headers import PAGE, Header, SlotState, read_geometry
 from raykv.storage.host_pool import HostPool
 from raykv.store_messages import Medium, StoreSpec, TierSpec
 
 logger = logging.getLogger("raykv")
+
+Pool: TypeAlias = HostPool | DiskPool | FsPool
 
 LOCK_WAIT_S = 10.0
 """How long a predecessor may take to die: its lock goes with its process."""
@@ -42,7 +46,7 @@ class Written:
 class Tiers:
     """The open pools of a store, fastest first. Any thread; who may touch which slot is the book's to decide."""
 
-    def __init__(self, spec: StoreSpec, slot_nbytes: int, pools: Sequence[HostPool | DiskPool]) -> None:
+    def __init__(self, spec: StoreSpec, slot_nbytes: int, pools: Sequence[Pool]) -> None:
         self.spec, self.slot_nbytes, self._pools = spec, slot_nbytes, tuple(pools)
         self._written: dict[Place, Written] = {}
         self._written_lock = threading.Lock()
@@ -50,7 +54,7 @@ class Tiers:
     @classmethod
     def open(cls, spec: StoreSpec, slot_nbytes: int, host: Path) -> Tiers:
         """Find or make all pools. Raises StorageError; then none is left open."""
-        pools: list[HostPool | DiskPool] = []
+        pools: list[Pool] = []
         try:
             for tier in spec.tiers:
                 pools.append(_open_pool(tier, slot_nbytes, host))
@@ -62,8 +66,10 @@ class Tiers:
 
     @staticmethod
     def found_slot_nbytes(spec: StoreSpec, host: Path) -> int:
-        """The bytes of a slot in pools of an earlier life, the slowest tier's, which has the most to lose; 0: none."""
+        """The bytes of a slot in pools of an earlier life, the slowest one's, which has the most to lose; 0: none."""
         for tier in reversed(spec.tiers):
+            if tier.medium is Medium.FS:  # it has files of any length
+                continue
             path = host if tier.medium is Medium.HOST else Path(tier.path or "", "raykv.headers")
             with contextlib.suppress(OSError), path.open("rb") as file:
                 geometry = read_geometry(file.read(PAGE))
@@ -83,10 +89,28 @@ class Tiers:
     def recovered(self, tier: int) -> tuple[list[tuple[int, bytes]], list[int]]:
         """What an earlier life left there: slots with their keys, and slots that are out of use."""
         pool = self._pools[tier]
+        if isinstance(pool, FsPool):  # what is there is found by look-ups
+            return [], []
         if not self.spec.checksum:  # nothing would check them
             self.clear([Place(tier, one.slot) for one in pool.recovered])
             return [], pool.headers.quarantined()
         return [(one.slot, one.key) for one in pool.recovered], pool.headers.quarantined()
+
+    @property
+    def off(self) -> list[tuple[int, str]]:
+        """Tiers that could not be opened though nothing is wrong with the config, and why."""
+        return [(tier, pool.off) for tier, pool in enumerate(self._pools) if isinstance(pool, FsPool) and pool.off]
+
+    def shared(self) -> tuple[int, FsPool] | None:
+        """The tier that other nodes' stores have too."""
+        return next(((tier, pool) for tier, pool in enumerate(self._pools) if isinstance(pool, FsPool)), None)
+
+    def counts(self, tier: int) -> dict[str, int]:
+        """Figures of a TierStatus that the pool knows better than the book."""
+        pool = self._pools[tier]
+        if not isinstance(pool, FsPool):
+            return {}
+        return {"evicted": pool.counts["evicted"], "bad_reads": pool.counts["bad"]}
 
     def close(self, remove_host: bool) -> None:
         """Nothing may touch a slot any more."""
@@ -136,6 +160,8 @@ class Tiers:
         """Read a slot into an aligned row and check it there. False: bad bytes. Raises a fatal DiskError."""
         pool = self._pools[place.tier]
         try:
+            if isinstance(pool, FsPool):
+                return pool.read(header, row)
             if isinstance(pool, DiskPool):
                 pool.read(place.slot, header.nbytes, row[: round_up(header.nbytes)])
             else:
@@ -147,10 +173,15 @@ class Tiers:
             return False
         return self.good(header, row)
 
-    def write(self, place: Place, row: torch.Tensor, written: Written) -> None:
-        """Write the bytes of an aligned row into a WRITING slot. Raises DiskError."""
+    def write(self, place: Place, row: torch.Tensor, written: Written, key: bytes = b"") -> None:
+        """Write the bytes of an aligned row into a WRITING slot. Raises DiskError.
+
+        `key` is what they are written by where a tier is shared, for other nodes to see at once: of what is committed.
+        """
         pool = self._pools[place.tier]
-        if isinstance(pool, DiskPool):
+        if isinstance(pool, FsPool):
+            pool.write(key, written.nbytes, written.checksum, row)
+        elif isinstance(pool, DiskPool):
             pool.write(place.slot, row[: round_up(written.nbytes)])
         else:
             pool.slots[place.slot, : written.nbytes].copy_(row[: written.nbytes])
@@ -160,13 +191,15 @@ class Tiers:
         return self.spec.tiers[tier].medium
 
 
-def _open_pool(tier: TierSpec, slot_nbytes: int, host: Path) -> HostPool | DiskPool:
+def _open_pool(tier: TierSpec, slot_nbytes: int, host: Path) -> Pool:
     num_slots = tier.capacity // slot_nbytes
     if num_slots < 1:
         raise StorageError(
             f"The {tier.medium} tier has room for {tier.capacity} bytes, less than one block of {slot_nbytes}: give "
             "it a larger `capacity`."
         )
+    if tier.medium is Medium.FS:
+        return FsPool.open(tier.path or "", tier.capacity, slot_nbytes)
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:

@@ -1,7 +1,9 @@
 """The JSON of a TierConnector, its `kv_connector_extra_config`, translated once into frozen objects.
 
     {"tiers": [{"medium": "host", "capacity": "64GiB"},
-               {"medium": "disk", "path": "/nvme/raykv", "capacity": "2TiB"}],
+               {"medium": "disk", "path": "/nvme/raykv", "capacity": "2TiB"},
+               {"medium": "peer"},
+               {"medium": "fs", "path": "/mnt/shared/kv", "capacity": "10TiB"}],
      "store": "default", "checksum": true, "eviction": "lru", "cascade": "evict"}
 
 Whatever is wrong with it is a ConfigError that names the key, its value and the fix.
@@ -73,14 +75,16 @@ def parse_tiers(extra: Mapping[str, Any]) -> TierOptions:
     top = Reader(extra, EXTRA)
     top.only(KEYS, {**OF_TIER, **OF_MULTI})
     default = TierOptions(StoreSpec("default", ()))
+    tiers, peer = _tiers(top)
     spec = StoreSpec(
         name=_name(top),
-        tiers=_tiers(top),
+        tiers=tiers,
         slot_nbytes=0 if top.raw.get("slot") is None else size(top, "slot", PAGE, page=True),
         checksum=top.flag("checksum", default.store.checksum),
         eviction=top.choice("eviction", Eviction, default.store.eviction),
         cascade=top.choice("cascade", Cascade, default.store.cascade),
         lease_s=top.seconds("lease_s", default.store.lease_s),
+        peer=peer,
     )
     return TierOptions(
         store=spec,
@@ -126,7 +130,8 @@ def _name(top: Reader) -> str:
     return name or "default"
 
 
-def _tiers(top: Reader) -> tuple[TierSpec, ...]:
+def _tiers(top: Reader) -> tuple[tuple[TierSpec, ...], bool]:
+    """The store's own tiers, and whether it reads from other nodes' stores."""
     raw = top.raw.get("tiers")
     if raw is None:
         raise ConfigError(f"{top.path('tiers')} is missing. List the tiers there, fastest first: {EXAMPLE}.")
@@ -151,7 +156,18 @@ def _tiers(top: Reader) -> tuple[TierSpec, ...]:
             f"{top.path('tiers')} lists {', '.join(t.medium for t in tiers)}. List the tiers fastest first: "
             f"{', '.join(order)}."
         )
-    return tuple(tiers)
+    own = tuple(tier for tier in tiers if tier.medium is not Medium.PEER)
+    if not own:
+        raise ConfigError(
+            f'{top.path("tiers")} lists nothing but "{Medium.PEER}", the tiers of other nodes. Add a tier of this '
+            f"node: {EXAMPLE[1:-1]}."
+        )
+    if own[0].medium is Medium.FS:
+        raise ConfigError(
+            f'{top.path("tiers")} has no tier of this node before "{Medium.FS}". Blocks go to the shared folder by way '
+            f"of one: list {EXAMPLE[1:-1]} first."
+        )
+    return own, len(own) < len(tiers)
 
 
 def _tier(tier: Reader) -> TierSpec:
@@ -159,15 +175,25 @@ def _tier(tier: Reader) -> TierSpec:
     if tier.raw.get("medium") is None:
         raise ConfigError(f"{tier.path('medium')} is missing. It must be one of {', '.join(Medium)}.")
     medium = tier.choice("medium", Medium, Medium.HOST)
+    if medium is Medium.PEER:
+        for key in ("capacity", "path"):
+            if tier.raw.get(key) is not None:
+                raise tier.wrong(key, f'left out: "{Medium.PEER}" is the room that other nodes have, by their config')
+        return TierSpec(medium, 0)
     path = tier.text("path")
     if medium is Medium.HOST and path is not None:
         raise ConfigError(f'{tier.path("path")} is "{path}", but host memory has no folder. Leave the key out.')
-    if medium is Medium.DISK:
-        if path is None:
-            raise ConfigError(
-                f'{tier.path("path")} is missing. Name a folder on the disk there, such as "/nvme/raykv".'
-            )
-        path = os.path.expanduser(path)
-        if not os.path.isabs(path) or "\0" in path:
-            raise tier.wrong("path", "an absolute path: the store does not run in this process's working directory")
+    if medium is not Medium.HOST:
+        path = _folder(tier, path, medium)
     return TierSpec(medium, size(tier, "capacity", PAGE), path)
+
+
+def _folder(tier: Reader, path: str | None, medium: Medium) -> str:
+    if path is None:
+        example = "/nvme/raykv" if medium is Medium.DISK else "/mnt/shared/raykv"
+        kind = "folder on the disk" if medium is Medium.DISK else "folder that all nodes share"
+        raise ConfigError(f'{tier.path("path")} is missing. Name a {kind} there, such as "{example}".')
+    path = os.path.expanduser(path)
+    if not os.path.isabs(path) or "\0" in path:
+        raise tier.wrong("path", "an absolute path: the store does not run in this process's working directory")
+    return path

@@ -36,7 +36,12 @@ logger = logging.getLogger("raykv")
 SALT_NBYTES = 16
 FIRST_CONTACT_S = 30.0
 """A first store is there in 2 to 4 s; it imports torch."""
-SOURCES = {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+SOURCES = {
+    Medium.HOST: CacheHitSource.HOST,
+    Medium.DISK: CacheHitSource.DISK,
+    Medium.PEER: CacheHitSource.P2P,
+    Medium.FS: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
 
 
 @dataclass(slots=True, eq=False)

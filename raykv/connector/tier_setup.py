@@ -28,6 +28,8 @@ from raykv.types import EngineId, Rank
 
 logger = logging.getLogger("raykv")
 
+REACH_SHARE = 0.6
+"""Of a look-up's time limit may go by while the store looks at other nodes: its own answer must still come in time."""
 WHOLE_PREFIX = (FullAttentionSpec, MLAAttentionSpec, ChunkedLocalAttentionSpec)
 """KV groups that need every block of a prefix. (Of chunks a shorter tail would do; more is only fewer hits.)"""
 
@@ -151,7 +153,8 @@ def worker_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierWorker:
 
 def new_asker(options: TierOptions, engine: EngineId) -> StoreAsker:
     """The scheduler half's link."""
-    return StoreAsker(lambda: open_store(options.store), engine, options.timeout_s)
+    reach_s = REACH_SHARE * options.lookup_timeout_s if options.store.peer else 0.0
+    return StoreAsker(lambda: open_store(options.store), engine, options.timeout_s, reach_s)
 
 
 def new_link(options: TierOptions, attach: RankAttach) -> StoreWorkerLink:

@@ -5,7 +5,8 @@ The theory. A slot is in one of four states; `pins` counts who reads it:
     FREE ──reserve──▶ WRITING ──publish──▶ READY ──evict (no pin)──▶ FREE
       ▲                  │ discard           │ quarantine (also pinned)
       └──────────────────┘                   ▼
-                                        QUARANTINED   (for ever: its memory or its medium is not to be trusted)
+                                        QUARANTINED   (for ever: its memory or its medium is not to be trusted;
+                                                       in a table of entries only: until its last pin is gone)
 
 Any other step raises IntegrityError and changes nothing. A key has one slot at most, WRITING or READY. Pins are taken
 on READY slots and given back on READY or QUARANTINED ones; nothing but a state of FREE gives a slot a new owner.
@@ -17,7 +18,7 @@ searching the array of states for zero bytes, which runs at memory speed: a list
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 from raykv.core.eviction import Policy
@@ -36,6 +37,10 @@ class SlotState(IntEnum):
 FREE, WRITING, READY, QUARANTINED = (int(state) for state in SlotState)
 
 
+def _nobody(key: bytes) -> None:
+    """No log of changes is kept."""
+
+
 class SlotTable:
     """The slots of one tier. Not thread-safe; the owner of the book has the lock."""
 
@@ -45,6 +50,10 @@ class SlotTable:
         self.slots = slots
         self.evicted = 0
         """Since the start."""
+        self.touch: Callable[[bytes], None] = _nobody
+        """Called just before a block becomes READY, or ceases to be."""
+        self.entries_only = False
+        """The slots are no medium but knowledge of one: what is quarantined comes free with its last pin."""
         self._policy = policy
         self._index: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * slots
@@ -120,6 +129,7 @@ class SlotTable:
         self._expect(slot, FREE)
         if key in self._index:
             raise IntegrityError(f"slot {slot} was recovered with the block of slot {self._index[key]}")
+        self.touch(key)
         self._hold(slot, key, READY)
         self._policy.added(slot, key)
 
@@ -162,6 +172,7 @@ class SlotTable:
     def publish(self, slot: int) -> None:
         """WRITING → READY: from now on the block is found."""
         self._expect(slot, WRITING)
+        self.touch(self.key(slot))
         self._to(slot, READY)
         self._policy.added(slot, self.key(slot))
 
@@ -189,6 +200,7 @@ class SlotTable:
             raise IntegrityError(f"slot {slot} has no pin to give back")
         self._pins[slot] -= 1
         self._pinned_ready -= not self._pins[slot] and self._state[slot] == READY
+        self._free_entry(slot)
 
     # -- the way out ----------------------------------------------------------------------------------------
 
@@ -208,6 +220,7 @@ class SlotTable:
         if len(set(slots)) != len(slots):
             raise IntegrityError("a slot can't be evicted twice")
         for slot in slots:
+            self.touch(self.key(slot))
             self._policy.removed(slot, True)
             self._drop(slot, FREE)
         self.evicted += len(slots)
@@ -215,9 +228,11 @@ class SlotTable:
     def quarantine(self, slot: int) -> None:
         """READY → QUARANTINED: its bytes are wrong. Who holds a pin keeps it."""
         self._expect(slot, READY)
+        self.touch(self.key(slot))
         self._policy.removed(slot, False)
         self._pinned_ready -= self._pins[slot] > 0
         self._drop(slot, QUARANTINED)
+        self._free_entry(slot)
 
     # -- the parts ------------------------------------------------------------------------------------------
 
@@ -236,6 +251,10 @@ class SlotTable:
         self._index[key] = slot
         self._keys[slot] = key
         self._to(slot, state)
+
+    def _free_entry(self, slot: int) -> None:
+        if self.entries_only and self._state[slot] == QUARANTINED and not self._pins[slot]:
+            self._to(slot, FREE)
 
     def _drop(self, slot: int, state: int) -> None:
         del self._index[self.key(slot)]

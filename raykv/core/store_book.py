@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from raykv.core.content_log import ContentLog
+from raykv.core.fetches import Fetches
 from raykv.core.leases import LeaseBook
 from raykv.core.moves import Moves
+from raykv.core.peer_part import lacking
 from raykv.core.prefix import block_key, longest_prefix
 from raykv.core.save_jobs import SaveJobs, Settled
 from raykv.core.scrub import Scrub
@@ -45,7 +48,12 @@ class StoreBook:
         self._moves = Moves(self._tiers, cascade, low, queue_limit)
         self._lease_s = lease_s
         self._scrub = Scrub(self._tiers)
+        self._fetches = Fetches(self._tiers)
         self._counts: Counter[str] = Counter()
+        self.content = ContentLog(self._tiers)
+        """What a Directory is to be told; off until somebody does so."""
+        for table in tables:
+            table.touch = self.content.touch
 
     # -- start and operators --------------------------------------------------------------------------------
 
@@ -61,6 +69,7 @@ class StoreBook:
     def tier_off(self, tier: int, why: str) -> None:
         """Nothing is found or written there any more. What runs there ends as usual and is not published."""
         self._tiers.off(tier, why)
+        self.content.tier_off()
 
     def clear(self, tier: int | None = None) -> list[Place]:
         """Forget all that nobody holds (of one tier). Clear the headers of what is returned."""
@@ -108,6 +117,22 @@ class StoreBook:
         tiers.read(pins)
         tiers.unpin(self._leases.grant(lease))
         return lease
+
+    def find(self, key: bytes) -> Place | None:
+        """The fastest place where the block is READY."""
+        return self._tiers.find(key)
+
+    def adopt(self, tier: int, keys: Sequence[bytes]) -> tuple[list[Published], list[Place]]:
+        """These blocks were found in a shared tier. Publish the first answer's headers, clear the second's."""
+        return self._tiers.adopt(tier, keys)
+
+    def forget(self, place: Place) -> bool:
+        """A block is no longer in a shared tier. False: somebody holds it, and will find out for himself."""
+        table = self._tiers.tables[place.tier]
+        if not self._tiers.is_ready(place) or table.pins(place.slot):
+            return False
+        table.evict([place.slot])
+        return True
 
     def release(self, lease: LeaseId) -> None:
         """The lease is over (once loads of it have ended). A second time and an unknown one are fine."""
@@ -251,6 +276,74 @@ class StoreBook:
         """That copy has ended, exactly once per move. `bad_source`: the source failed its check; so its header says."""
         return self._moves.end(move, ok, bad_source)
 
+    # -- peers: other nodes' stores ---------------------------------------------------------------------------
+
+    def lease_nothing(self, engine: EngineId, request: RequestId, ranks: int, groups: int, now: float) -> LeaseId:
+        """A lease of no block, for a prefix of which all lies at a peer. Else it is as one of `look_up`."""
+        places: tuple[tuple[tuple[Place | None, ...], ...], ...] = (((),) * groups,) * ranks
+        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, 0, places, (), ())
+        self._tiers.unpin(self._leases.grant(lease))
+        return lease.id
+
+    def holds(self, lease: LeaseId) -> bool:
+        """Whether the lease is not over."""
+        return self._leases.get(lease) is not None
+
+    def lend(
+        self,
+        borrower: EngineId,
+        number: RequestId,
+        fingerprints: Sequence[bytes],
+        windows: Sequence[int],
+        hashes: Sequence[bytes],
+        first: int,
+        most: int,
+        expires: float,
+    ) -> Lease | None:
+        """Lease the longest prefix in the fastest tier to a peer that has `first` blocks: what it lacks of them.
+
+        None if it is not longer than that, or if more than `most` slots would be pinned. No look-up of an engine's,
+        so none of its figures.
+        """
+        tier = self._tiers.fastest
+        if tier is None:
+            return None
+        table = self._tiers.tables[tier]
+
+        def find(key: bytes) -> Place | None:
+            slot = table.find(key)
+            return Place(tier, slot) if slot is not None else None
+
+        n, places = longest_prefix(find, fingerprints, windows, hashes)
+        if n <= first:
+            return None
+        ranges = lacking(windows, first, n)
+        lent = tuple(
+            tuple(tuple(row[i] for i in wanted) for row, wanted in zip(rows, ranges, strict=True)) for rows in places
+        )
+        pins = tuple(place for rows in lent for row in rows for place in row if place is not None)
+        if len(pins) > most:
+            return None
+        lease = Lease(self._leases.next_id(), borrower, number, expires, n, lent, (), pins)
+        self._tiers.pin(pins)
+        self._tiers.use(pins)
+        self._tiers.unpin(self._leases.grant(lease))
+        return lease
+
+    def begin_fetch(self, keys: Sequence[bytes]) -> tuple[list[Place | None], list[Place]]:
+        """Blocks are read from a peer now: the places that they are written into too, each ended by `end_fetch`.
+
+        None: there is no room. Clear the headers of the second answer.
+        """
+        return self._fetches.begin(keys)
+
+    def end_fetch(self, good: Sequence[Place], bad: Sequence[Place] = ()) -> list[Published]:
+        """These are not written any more: publish what is returned."""
+        published = self._fetches.end(good, bad)
+        for key, place in published:
+            self._moves.committed(place.tier, key)
+        return published
+
     # -- the scrubber ---------------------------------------------------------------------------------------
 
     def begin_check(self, tier: int) -> Published | None:
@@ -284,4 +377,4 @@ class StoreBook:
         self._jobs.check_integrity()
         self._leases.check_integrity()
         pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned()
-        self._tiers.check_integrity(pinned, [*self._jobs.places(), *self._moves.targets()])
+        self._tiers.check_integrity(pinned, [*self._jobs.places(), *self._moves.targets(), *self._fetches.targets()])

@@ -22,6 +22,10 @@ class Tiers:
             raise ValueError(f"a store needs a medium for each of its tables: {len(tables)} tables, {len(media)} media")
         self.tables = tuple(tables)
         self.media = tuple(media)
+        self.shared = frozenset(tier for tier, medium in enumerate(media) if medium is Medium.FS)
+        """Whose blocks all nodes have: written by a move alone, when they are committed; its slots are entries."""
+        for tier in self.shared:
+            tables[tier].entries_only = True
         self.serving = list(range(len(tables)))
         self.dropped = 0
         self.hits = [0] * len(tables)
@@ -32,7 +36,8 @@ class Tiers:
 
     @property
     def fastest(self) -> int | None:
-        return self.serving[0] if self.serving else None
+        """Where saves go, and what is promoted."""
+        return next((tier for tier in self.serving if tier not in self.shared), None)
 
     def below(self, tier: int) -> int | None:
         """The next slower tier that serves."""
@@ -45,6 +50,11 @@ class Tiers:
             if slot is not None:
                 return Place(tier, slot)
         return None
+
+    def own(self, key: bytes) -> bool:
+        """Whether the block is READY in a tier of this node's own."""
+        place = self.find(key)
+        return place is not None and place.tier not in self.shared
 
     def being_written(self, key: bytes) -> bool:
         """For a block that is READY nowhere: whether it is under way."""
@@ -102,8 +112,17 @@ class Tiers:
         if not self.is_ready(place):
             return False
         self.tables[place.tier].quarantine(place.slot)
-        self.bad_reads[place.tier] += 1
+        self.bad_reads[place.tier] += place.tier not in self.shared  # there it is most likely gone, not bad
         return True
+
+    def adopt(self, tier: int, keys: Sequence[bytes]) -> tuple[list[Published], list[Place]]:
+        """These blocks are READY in a shared tier: the entries made for them, and those forgotten for want of room."""
+        table = self.tables[tier]
+        new = [key for key in dict.fromkeys(keys) if not table.holds(key)] if tier in self.serving else []
+        forgotten = self.make_room(tier, len(new))
+        new = new[: table.free]
+        places = [Place(tier, slot) for slot in table.reserve(new) or []]
+        return self.publish(places), forgotten
 
     def make_room(self, tier: int, slots: int, lossless: bool = False) -> list[Place]:
         """Evict until so many slots are free, as far as pins allow: the coldest, but first what a slower tier has too.

@@ -188,3 +188,24 @@ def test_check_integrity_sees_damage(damage: Callable[[SlotTable], object]) -> N
 def test_a_table_without_slots_is_an_error() -> None:
     with pytest.raises(ValueError):
         SlotTable(0, LRU(0))
+
+
+def test_an_entry_that_was_lost_comes_free_with_its_last_pin() -> None:
+    """A table of entries is no medium: nothing is out of use for ever."""
+    table = SlotTable(2, LRU(2))
+    table.entries_only = True
+    for slot in table.reserve([b"a", b"b"]) or []:
+        table.publish(slot)
+    a, b = table.find(b"a"), table.find(b"b")
+    assert a is not None and b is not None
+    table.pin(a)
+    table.pin(a)
+    table.quarantine(a)
+    table.quarantine(b)
+    assert (table.free, table.quarantined, table.find(b"a")) == (1, 1, None)
+    table.unpin(a)
+    assert table.quarantined == 1 and table.reserve([b"a", b"c"]) is None
+    table.unpin(a)
+    table.check_integrity()
+    assert (table.free, table.quarantined) == (2, 0) and table.reserve([b"a", b"c"]) is not None
+    table.check_integrity()

@@ -1,0 +1,278 @@
+"""The cluster's nodes, and engines and stores on them, as the Controller sees and commands them over Ray.
+
+Part of RayKV's edge to Ray. An engine's actor is detached and never restarted by Ray: the Controller decides that. It
+is found by its name, which says what it is: replica, node, and the digest of what it was ordered to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.actors import cluster, handles, own_node, settings, store_handle
+from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
+from raykv.actors.engine_server import EngineServer
+from raykv.actors.node_facts import NodeFacts, probe
+from raykv.cluster_messages import CONTROLLER, EngineOrder
+from raykv.core.reconcile import Instance, StoreAt
+from raykv.errors import HostDied, HostError
+from raykv.store_messages import StoreSpec
+
+PREFIX = "raykv-engine-"
+GROUPS = {handles.CONTROL_GROUP: 4}
+NODE_CHARS = 12
+REPORT_S = 2.0
+PROBE_S = 60.0
+EMPTY_S = 300.0
+"""How long an engine that is to go may take to finish its requests."""
+GRACE_S = 30.0
+GONE_S = 30.0
+DRAIN_S = 600.0
+KV_NAMESPACE = b"raykv"
+
+
+class RayWorld:
+    """Implements `controller_world.World`. Any thread."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._actors: dict[str, Any] = {}
+
+    # -- seeing ---------------------------------------------------------------------------------------------
+
+    def problem(self) -> str:
+        """Why nothing can be done now; empty if it can. Bounded, unlike Ray's own calls without a head."""
+        return "" if cluster.head_reachable() else "Ray's head is away: `raykv restart-head`."
+
+    def nodes(self) -> list[NodeRecord]:
+        """The living nodes."""
+        free = available_resources_per_node()
+        return [
+            NodeRecord(
+                id=node["NodeID"],
+                host=node["NodeManagerHostname"],
+                address=node["NodeManagerAddress"],
+                labels=dict(node.get("Labels", {})),
+                total=dict(node.get("Resources", {})),
+                free=dict(free.get(node["NodeID"], {})),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def probe(self, nodes: Collection[str], folders: Sequence[str], model: str | None) -> Mapping[str, NodeFacts]:
+        """Facts of these nodes; those that do not answer in PROBE_S are left out."""
+        task = ray.remote(num_cpus=0, max_retries=0)(probe)
+        refs = {node: task.options(**_on(node)).remote(list(folders), model) for node in nodes}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=PROBE_S) if refs else None
+        facts = {}
+        for node, ref in refs.items():
+            with contextlib.suppress(Exception):
+                facts[node] = ray.get(ref, timeout=0)
+        return facts
+
+    def engines(self, nodes: Collection[str]) -> Mapping[Instance, FoundEngine]:
+        """The engines on these nodes. One that does not answer in REPORT_S has no report."""
+        full = {node[:NODE_CHARS]: node for node in nodes}
+        names = [name for name in handles.names(self._namespace) if name.startswith(PREFIX)]
+        refs: dict[str, Any] = {}
+        for name in names:
+            actor = self._actor(name)
+            if actor is not None:
+                refs[name] = actor.report.options(concurrency_group=handles.CONTROL_GROUP).remote()
+        ready = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_S)[0]) if refs else set()
+        found: dict[Instance, FoundEngine] = {}
+        for name, ref in refs.items():
+            replica, node, digest = _parse(name)
+            if node not in full:
+                continue
+            engine = FoundEngine(name, digest, None)
+            if ref in ready:
+                try:
+                    engine = FoundEngine(name, digest, ray.get(ref))
+                except Exception as error:
+                    if isinstance(handles.translated(name, error), HostDied):
+                        self._actors.pop(name, None)
+                        continue  # it is gone, and its name soon too
+            found[Instance(replica, full[node])] = engine
+        for name in set(self._actors) - set(names):
+            self._actors.pop(name, None)
+        return found
+
+    def stores(self, nodes: Collection[str]) -> frozenset[StoreAt]:
+        """The stores on these nodes, by name and node."""
+        full = {node[:NODE_CHARS]: node for node in nodes}
+        found = set()
+        for name in store_handle.stores(self._namespace):
+            store, _, node = name.removeprefix(store_handle.PREFIX).rpartition("-")
+            if node in full:
+                found.add((store, full[node]))
+        return frozenset(found)
+
+    # -- doing: each blocks until it is done, and raises RayKVError if it is not --------------------------------
+
+    def start_engine(self, instance: Instance, order: EngineOrder, resources: Mapping[str, float]) -> None:
+        """Have Ray start the engine's actor. Returns when Ray has taken it; its state is seen by `engines`."""
+        node = next((n for n in self.nodes() if n.id == instance.node), None)
+        if node is None:
+            raise WorldError(f"Node {instance.node[:8]} is gone.")
+        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        try:
+            self._actors[_name(instance, order.digest)] = (
+                ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(_Engine)
+                .options(
+                    name=_name(instance, order.digest),
+                    namespace=self._namespace,
+                    lifetime="detached",
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
+                    resources=others,
+                    **_on(instance.node),
+                )
+                .remote(order, _variables(instance.node), node.address, self._namespace)
+            )
+        except Exception as error:
+            raise handles.translated(order.name, error) from error
+
+    def stop_engine(self, instance: Instance, empty: bool) -> None:
+        """End an engine and its actor, and wait until the actor's name is free."""
+        for name in [n for n in handles.names(self._namespace) if n.startswith(PREFIX)]:
+            if _parse(name)[:2] != (instance.replica, instance.node[:NODE_CHARS]):
+                continue
+            actor = self._actor(name)
+            if actor is None:
+                continue
+            with contextlib.suppress(HostError):  # whatever it says, it is killed
+                if empty:
+                    handles.result_of(name, actor.empty.remote(EMPTY_S), EMPTY_S + 5)
+                handles.result_of(name, actor.stop.remote(GRACE_S if empty else 5.0), GRACE_S + 30)
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+            deadline = time.monotonic() + GONE_S
+            while name in handles.names(self._namespace):
+                if time.monotonic() > deadline:
+                    raise WorldError(f"Ray does not say that the actor {name} is gone.")
+                time.sleep(0.05)
+            self._actors.pop(name, None)
+
+    def start_store(self, spec: StoreSpec, node: str) -> None:
+        """Start a node's store, or find it."""
+        store_handle.open_store(spec, node, namespace=self._namespace)
+
+    def drain_store(self, at: StoreAt, leaves: bool) -> None:
+        """Move its blocks to where others find them, then end it. `leaves`: its node goes, so it must end now; else
+        raises StoreBusy if engines of somebody else's use it."""
+        name = store_handle.store_name(*at)
+        try:
+            actor = ray.get_actor(name, self._namespace)
+        except ValueError:
+            return
+        handle = store_handle.StoreHandle(name, actor)
+        with contextlib.suppress(HostError):
+            if not leaves and handle.call("status", timeout=10.0).engines:
+                raise StoreBusy(f"Engines still use the store {at[0]}.")
+            if hasattr(actor, "drain"):
+                handle.call("drain", DRAIN_S, timeout=DRAIN_S + 10)
+        self.end_store(at)
+
+    def end_store(self, at: StoreAt) -> None:
+        """End it at once; its disk tier stays."""
+        name = store_handle.store_name(*at)
+        try:
+            actor = ray.get_actor(name, self._namespace)
+        except ValueError:
+            return
+        handle = store_handle.StoreHandle(name, actor)
+        with contextlib.suppress(HostError):
+            handle.call("shutdown", True, timeout=store_handle.SHUTDOWN_S)
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
+        deadline = time.monotonic() + GONE_S
+        while name in handles.names(self._namespace):
+            if time.monotonic() > deadline:
+                raise WorldError(f"Ray does not say that the store {name} is gone.")
+            time.sleep(0.05)
+
+    # -- remembering ----------------------------------------------------------------------------------------
+
+    def load(self) -> Record:
+        """What was saved; empty if nothing was."""
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        return Record.from_bytes(_internal_kv_get(self._key(), namespace=KV_NAMESPACE))
+
+    def save(self, record: Record) -> None:
+        """Into the GCS, with which it survives a restart of the head."""
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(self._key(), record.to_bytes(), overwrite=True, namespace=KV_NAMESPACE)
+
+    def _key(self) -> bytes:
+        return f"{CONTROLLER}:{self._namespace}".encode()
+
+    def _actor(self, name: str) -> Any:
+        actor = self._actors.get(name)
+        if actor is None:
+            try:
+                actor = self._actors[name] = ray.get_actor(name, self._namespace)
+            except ValueError:
+                return None
+        return actor
+
+
+def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] | None:
+    """The tiers of a store of this node, as a TierConnector's config lists them; None if it does not run."""
+    name = store_handle.store_name(store, ray.get_runtime_context().get_node_id())
+    try:
+        actor = ray.get_actor(name, namespace)
+    except ValueError:
+        return None
+    spec = store_handle.StoreHandle(name, actor).call("info", timeout=REPORT_S * 5)["spec"]
+    tiers = [{"medium": medium, "capacity": size, "path": path} for medium, size, path in spec["tiers"]]
+    tiers = [{key: value for key, value in tier.items() if value is not None} for tier in tiers]
+    if spec.get("peer"):
+        tiers.insert(sum(tier["medium"] != "fs" for tier in tiers), {"medium": "peer"})
+    return tiers
+
+
+class _Engine(EngineServer):
+    """The class of the actor: it tells the Controller when its state changes, so that a death is seen at once."""
+
+    def __init__(self, order: EngineOrder, variables: Mapping[str, str], address: str, namespace: str) -> None:
+        self._namespace = namespace
+        super().__init__(order, variables, address, own_process=True, on_change=self._tell)
+
+    def _tell(self) -> None:
+        with contextlib.suppress(Exception):  # it looks by itself, too
+            ray.get_actor(CONTROLLER, self._namespace).wake.remote()
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def _variables(node: str) -> dict[str, str]:
+    """What an engine needs to join the Ray of its actor."""
+    wait = settings.GCS_RECONNECT
+    return {
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        own_node.NODE_VARIABLE: node,
+        wait.name: os.environ.get(wait.name, wait.value),
+    }
+
+
+def _name(instance: Instance, digest: str) -> str:
+    return f"{PREFIX}{instance.replica}-{instance.node[:NODE_CHARS]}-{digest}"
+
+
+def _parse(name: str) -> tuple[str, str, str]:
+    """Replica, the first letters of its node's id, digest."""
+    replica, node, digest = name.removeprefix(PREFIX).rsplit("-", 2)
+    return replica, node, digest

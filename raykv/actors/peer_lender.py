@@ -1,0 +1,110 @@
+"""Lends slots of this store's host tier to the stores of other nodes, which read them without its doing.
+
+A lease here is one of the book's: it pins the slots, ends by the borrower's word, and else by its time, which runs by
+this store's clock alone. What lies in slower tiers is not lent: its reads would be this store's work, and a borrower
+has a disk of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterable
+
+from raykv.actors.store_stock import Stock
+from raykv.core.peer_part import lacking, seal
+from raykv.core.prefix import block_key
+from raykv.core.store_plans import Lease
+from raykv.peer_messages import Lend, Lent, PeerMemory
+from raykv.store_messages import HASH_NBYTES
+from raykv.types import EngineId, LeaseId, RequestId, StoreLife
+
+logger = logging.getLogger("raykv")
+
+LONGEST_S = 120.0
+MOST = 1 / 2
+"""Of the host tier's slots may be pinned by peers: its own engines need room."""
+
+
+class Lender:
+    """Any thread."""
+
+    def __init__(self, stock: Stock, life: StoreLife, memory: PeerMemory | None) -> None:
+        """`memory` None: there is nothing to lend, for want of a host tier or of checksums."""
+        self._stock, self._life, self._memory = stock, life, memory
+        self._lent: dict[LeaseId, tuple[int, float]] = {}  # slots, and the end of its time; under the stock's lock
+        self.lent_blocks = 0
+        """Slots, since the start."""
+
+    def lend(self, lend: Lend) -> Lent:
+        """The longest prefix in the host tier, if that is more than the borrower has. As fast as a look-up."""
+        memory, stock, now = self._memory, self._stock, time.monotonic()
+        if memory is None or len(lend.hashes) % HASH_NBYTES:
+            return Lent(self._life)
+        hashes = [lend.hashes[i : i + HASH_NBYTES] for i in range(0, len(lend.hashes), HASH_NBYTES)]
+        duration = min(lend.duration_s, LONGEST_S)
+        with stock.lock:
+            self._lent = {lease: kept for lease, kept in self._lent.items() if kept[1] > now}
+            most = int(memory.slots * MOST) - sum(slots for slots, _ in self._lent.values())
+            lease = stock.book.lend(
+                EngineId(f"peer {lend.borrower}"),
+                RequestId(str(lend.number)),
+                lend.fingerprints,
+                lend.windows,
+                hashes,
+                lend.first,
+                most,
+                now + duration,
+            )
+            if lease is not None:
+                self._lent[lease.id] = (len(lease.pins), now + duration)
+                self.lent_blocks += len(lease.pins)
+        if lease is None:
+            return Lent(self._life)
+        seals = self._seals(lend, hashes, lease)
+        if seals is None:
+            self._end([lease.id])
+            return Lent(self._life)
+        return Lent(
+            self._life,
+            lease.num_blocks,
+            stock.lease_out(lease.id),
+            duration,
+            slots=array("I", (place.slot for place in lease.pins)).tobytes(),
+            seals=array("Q", seals).tobytes(),
+            memory=None if lend.knows == self._life else memory,
+        )
+
+    def _seals(self, lend: Lend, hashes: list[bytes], lease: Lease) -> list[int] | None:
+        """As the slots' own headers have it; None if one of them is damaged. The slots are pinned."""
+        tiers, seals, places = self._stock.tiers, [], iter(lease.pins)
+        ranges = lacking(lend.windows, lend.first, lease.num_blocks)
+        for fingerprint in lend.fingerprints:
+            for group, wanted in enumerate(ranges):
+                for i in wanted:
+                    header = tiers.header(next(places))
+                    if header is None or header.checksum is None:
+                        return None
+                    if header.key != block_key(fingerprint, group, hashes[i]):
+                        logger.error("a slot's header names another block than the book: it is not lent")
+                        return None
+                    seals.append(seal(header.key, header.nbytes, header.checksum))
+        return seals
+
+    def give_back(self, leases: Iterable[LeaseId]) -> None:
+        """A borrower needs these no more. Unknown ones, and any that are no peer's, are passed over."""
+        self._end([self._stock.lease_in(lease) for lease in leases])
+
+    def _end(self, leases: list[LeaseId]) -> None:
+        with self._stock.lock:
+            for lease in leases:
+                if self._lent.pop(lease, None) is not None:
+                    self._stock.book.release(lease)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that are lent now."""
+        now = time.monotonic()
+        with self._stock.lock:
+            return sum(slots for slots, until in self._lent.values() if until > now)

@@ -1,0 +1,128 @@
+"""`raykv status`: nodes, engines, stores and the actors of engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+from raykv.cli.base import command, out, plain
+
+if TYPE_CHECKING:
+    from raykv.actors.observer import ClusterView
+    from raykv.cluster_messages import ClusterStatus
+
+STYLES = {
+    **dict.fromkeys(("ready", "up", "alive", "drained"), "green"),
+    **dict.fromkeys(("failed", "dead", "no answer", "gone", "unhealthy"), "red"),
+}
+
+
+@command("status")
+@click.option("--address", help="host:port of the head; else RAY_ADDRESS, else the cluster on this machine.")
+@click.option("--namespace", default="raykv", show_default=True, help="Ray namespace of the actors.")
+@click.option("--timeout", default=3.0, show_default=True, help="Seconds to wait for each actor.")
+def status_command(address: str | None, namespace: str, timeout: float) -> dict[str, Any]:
+    """Show the cluster's nodes, what `raykv up` started, and RayKV's actors."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    from raykv.actors import cluster, controller_handle, observer
+    from raykv.errors import ClusterError
+
+    status, problem = None, ""
+    try:
+        view = observer.look(address, namespace, timeout)
+        controller = controller_handle.find(namespace)
+        if controller is not None:
+            try:
+                status = controller.status(timeout)
+            except ClusterError as error:
+                problem = str(error)
+    finally:
+        cluster.disconnect()
+    out.print(f"Ray at [bold]{view.address}[/]")
+    _print_nodes(view, status)
+    if status is not None:
+        _print_cluster(view, status)
+    elif problem:
+        out.print(f"[red]{plain(problem)}[/]")
+    hosts = [row for row in view.hosts if _of_an_engine(row.name)]
+    _print_hosts(view, hosts, namespace, status is not None)
+    return {
+        "address": view.address,
+        "nodes": view.nodes,
+        "hosts": [dataclasses.asdict(row) for row in hosts],
+        "cluster": None if status is None else _as_json(status),
+        "problem": problem,
+    }
+
+
+def _as_json(status: ClusterStatus) -> dict[str, Any]:
+    spec = json.loads(status.spec) if status.spec else None
+    return {**dataclasses.asdict(status), "spec": spec, "ready": status.ready}
+
+
+def _of_an_engine(name: str) -> bool:
+    """Not what the Controller's own rows show."""
+    from raykv.actors.directory_handle import NAME as DIRECTORY
+    from raykv.actors.nodes import PREFIX
+    from raykv.cluster_messages import CONTROLLER
+
+    return not name.startswith(PREFIX) and name not in (CONTROLLER, DIRECTORY)
+
+
+def _print_nodes(view: ClusterView, status: ClusterStatus | None) -> None:
+    drained = {row.node: row.state for row in status.nodes} if status is not None else {}
+    table = Table("node", "host", "address", "state", "CPUs", "GPUs", box=None)
+    for node in view.nodes:
+        resources = node["resources"]
+        count = [f"{resources.get(kind, 0):g}" for kind in ("CPU", "GPU")]
+        state = drained.get(node["node_id"], "alive") if node["alive"] else "dead"
+        table.add_row(node["node_id"][:8], node["host"], node["ip"], coloured(state), *count)
+    out.print(table)
+
+
+def _print_cluster(view: ClusterView, status: ClusterStatus) -> None:
+    if status.problem:
+        out.print(f"[red]{plain(status.problem)}[/]")
+    hosts = {node["node_id"]: node["host"] for node in view.nodes}
+    table = Table("engine", "role", "state", "pid", "restarts", "node", "url", box=None)
+    for row in status.engines:
+        node = f"{row.node[:8]} {hosts.get(row.node, '')}".strip() or "-"
+        cells = (coloured(row.state), str(row.pid or "-"), str(row.restarts), plain(node), row.url or "-")
+        table.add_row(row.name, row.role, *cells)
+    if status.engines:
+        out.print(table)
+    table = Table("store", "state", "node", box=None)
+    for store in status.stores:
+        table.add_row(store.store, coloured(store.state), f"{store.node[:8]} {hosts.get(store.node, '')}")
+    if status.stores:
+        out.print(table)
+    for row in status.engines:
+        if row.error:
+            out.print(f"[yellow]{row.name}:[/] {plain(row.error)}")
+            for line in row.log_tail[-5:]:
+                out.print(f"    {plain(line)}", style="dim")
+    for store in status.stores:
+        if store.error:
+            out.print(f"[yellow]store {store.store}:[/] {plain(store.error)}")
+
+
+def _print_hosts(view: ClusterView, hosts: list[Any], namespace: str, controlled: bool) -> None:
+    names = {node["node_id"]: node["host"] for node in view.nodes}
+    table = Table("child", "rank", "state", "pid", "node", "actor", box=None)
+    for row in hosts:
+        cells = (row.child, row.rank, row.state, row.pid, names.get(row.node_id or ""), row.name)
+        table.add_row(*("-" if cell is None else plain(str(cell)) for cell in cells))
+    if hosts:
+        out.print(table)
+    elif not controlled:
+        out.print(f"No actors of RayKV in namespace {namespace!r}: no engine runs children.")
+
+
+def coloured(state: str) -> str:
+    """A state in its colour."""
+    return f"[{STYLES.get(state, 'yellow')}]{plain(state)}[/]"
