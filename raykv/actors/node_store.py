@@ -29,7 +29,6 @@ from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers, round_up
 from raykv.errors import StorageError, StoreError
 from raykv.store_messages import (
-    HASH_NBYTES,
     Attached,
     JobDone,
     LoadJob,
@@ -217,10 +216,8 @@ class NodeStore:
         if stock is None or found is None:
             return miss
         key, fingerprints, windows = found
-        step = HASH_NBYTES
-        hashes = [look_up.hashes[i : i + step] for i in range(0, len(look_up.hashes), step)]
         with stock.lock:
-            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, hashes, time.monotonic())
+            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, look_up.hashes, time.monotonic())
         if lease is None:
             return miss
         return LookedUp(self.life, look_up.request, lease.num_blocks, stock.lease_out(lease.id), lease.media)

@@ -12,19 +12,24 @@ from collections.abc import Iterable, Sequence
 
 from raykv.core.leases import LeaseBook
 from raykv.core.moves import Moves
-from raykv.core.prefix import block_key, longest_prefix
+from raykv.core.prefix import CHUNK, block_key, longest_prefix, tail_first
 from raykv.core.save_jobs import SaveJobs, Settled
 from raykv.core.scrub import Scrub
 from raykv.core.slot_table import SlotState, SlotTable
-from raykv.core.store_plans import BookFigures, Lease, Move, MoveEnd, MovePlan, Place, Published, SavePlan
+from raykv.core.store_plans import BookFigures, Lease, Move, MoveEnd, MovePlan, Place, Published, SavePlan, runs_of
 from raykv.core.tiers import Tiers
 from raykv.errors import IntegrityError
-from raykv.store_messages import Cascade, Medium
+from raykv.store_messages import HASH_NBYTES, Cascade, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
 
 __all__ = ["Lease", "Move", "MoveEnd", "MovePlan", "Place", "SavePlan", "StoreBook", "block_key"]
 
 COUNTED = ("look_ups", "hit_blocks", "missed_blocks", "saved_blocks", "skipped_blocks", "loaded_blocks")
+
+
+def row_of(key: bytes) -> bytes:
+    """What the keys of one rank and KV group have in common."""
+    return key[:-HASH_NBYTES]
 
 
 class StoreBook:
@@ -49,11 +54,13 @@ class StoreBook:
 
     # -- start and operators --------------------------------------------------------------------------------
 
-    def recovered(self, tier: int, found: Iterable[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
-        """At the start, before anything else: these slots hold these keys, those are out of use."""
+    def recovered(self, tier: int, found: Sequence[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
+        """At the start, before anything else: these slots hold these keys, oldest first, those are out of use."""
         table = self._tiers.tables[tier]
-        for slot, key in found:
-            table.recovered(slot, key)
+        for at in range(0, len(found), CHUNK):  # about as they were used: prompts in their order, each tail first
+            for slot, key in reversed(found[at : at + CHUNK]):
+                table.recovered(slot, key)
+        for _, key in found:
             self._moves.committed(tier, key)
         for slot in quarantined:
             table.recovered_quarantined(slot)
@@ -83,60 +90,58 @@ class StoreBook:
         request: RequestId,
         fingerprints: Sequence[bytes],
         windows: Sequence[int],
-        hashes: Sequence[bytes],
+        hashes: bytes,
         now: float,
     ) -> Lease | None:
-        """Lease the longest prefix of `hashes` that is READY for every fingerprint (writing rank) and KV group.
+        """Lease the longest prefix of `hashes` (concatenated) that is READY for every fingerprint (writing rank) and
+        KV group.
 
         `windows[g]` 0: the group needs all blocks of the prefix; w > 0: only its last w. A request has one lease: an
         older one is released, also when the answer is None.
         """
         tiers = self._tiers
-        n, places = longest_prefix(tiers.find, fingerprints, windows, hashes)
-        self._counts.update(look_ups=1, hit_blocks=n, missed_blocks=len(hashes) - n)
+        n, rows = longest_prefix(tiers, fingerprints, windows, hashes)
+        counts = self._counts
+        counts["look_ups"] += 1
+        counts["hit_blocks"] += n
+        counts["missed_blocks"] += len(hashes) // HASH_NBYTES - n
         if not n:
-            tiers.unpin(self._leases.drop_request(engine, request))
+            tiers.unpin_runs(self._leases.drop_request(engine, request))
             return None
-        rows = [row for by_group in places for row in by_group]
-        pins = [place for column in zip(*rows, strict=True) for place in column if place is not None]  # block by block
-        slowest = [0] * n
-        for row in rows:
-            slowest = [max(tier, place.tier) if place else tier for tier, place in zip(slowest, row, strict=True)]
-        media = tuple(tiers.media[tier] for tier in slowest)
-        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, n, places, media, tuple(pins))
-        tiers.pin(pins)
-        tiers.read(pins)
-        tiers.unpin(self._leases.grant(lease))
+        flat = [row for by_group in rows for row in by_group]
+        expires = now + self._lease_s
+        lease = Lease(self._leases.next_id(), engine, request, expires, n, rows, tiers.slowest(n, flat))
+        tiers.read(tail_first(flat))
+        tiers.unpin_runs(self._leases.grant(lease))
         return lease
 
     def release(self, lease: LeaseId) -> None:
         """The lease is over (once loads of it have ended). A second time and an unknown one are fine."""
-        self._tiers.unpin(self._leases.release(lease))
+        self._tiers.unpin_runs(self._leases.release(lease))
 
     def expire(self, now: float) -> int:
         """Release what is past its time; how many leases that were."""
         count, freed = self._leases.expire(now)
-        self._tiers.unpin(freed)
+        self._tiers.unpin_runs(freed)
         return count
 
     def begin_load(
         self, lease: LeaseId, rank: int, indices: Sequence[Sequence[int]]
     ) -> tuple[tuple[Place, ...], ...] | None:
-        """A load of these blocks (by KV group, as LoadJob.indices) starts: where they lie. `rank` as in Lease.places.
+        """A load of these blocks (by KV group, as LoadJob.indices) starts: where they lie. `rank` as in Lease.rows.
 
         None: the lease is over, or it does not cover all of them; the load fails. Else the lease lives until
         `end_load`, which the caller calls exactly once for this call.
         """
         held = self._leases.get(lease)
-        if held is None or not 0 <= rank < len(held.places) or len(indices) != len(held.places[rank]):
+        if held is None or not 0 <= rank < len(held.rows) or len(indices) != len(held.rows[rank]):
             return None
         wanted: list[tuple[Place, ...]] = []
-        for row, group_indices in zip(held.places[rank], indices, strict=True):
-            places = [row[i] if 0 <= i < len(row) else None for i in group_indices]
-            known = tuple(place for place in places if place is not None)
-            if len(known) != len(places):
+        for group, group_indices in enumerate(indices):
+            places = held.places(rank, group, group_indices)
+            if places is None:
                 return None
-            wanted.append(known)
+            wanted.append(places)
         self._leases.begin_use(lease, rank)
         self._counts["loaded_blocks"] += sum(map(len, wanted))
         return tuple(wanted)
@@ -148,11 +153,11 @@ class StoreBook:
         """
         bad = set(bad)
         held = self._leases.in_use(lease, rank)
-        if held is None or not bad <= set(held.pins):
+        if held is None or not all(map(held.covers, bad)):
             raise IntegrityError(f"no load of rank {rank} under lease {lease} reads {sorted(bad)}")
         found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
         self._counts["loaded_blocks"] -= len(bad)
-        self._tiers.unpin(self._leases.end_use(lease, rank))
+        self._tiers.unpin_runs(self._leases.end_use(lease, rank))
         return found
 
     # -- saves ----------------------------------------------------------------------------------------------
@@ -173,13 +178,15 @@ class StoreBook:
                 known.append(i)
             else:
                 wanted.setdefault(key, i)
-        self._tiers.use(kept)
-        self._tiers.pin(kept)  # making room must not take what the job counts on
+        runs = runs_of(kept)
+        self._tiers.use(reversed(runs))  # the tail first: without its prefix it is worth nothing
+        self._tiers.pin_runs(runs)  # making room must not take what the job counts on
         clear = self._tiers.make_room(tier, len(wanted))
-        self._tiers.unpin(kept)
+        self._tiers.unpin_runs(runs)
         written = dict(list(wanted.items())[: table.free])
-        slots = table.reserve(list(written)) or []
-        write = [(i, Place(tier, slot)) for i, slot in zip(written.values(), slots, strict=True)]
+        in_rows = sorted(written, key=row_of)  # a look-up goes by runs of one row
+        slot_of = dict(zip(in_rows, table.reserve(in_rows) or (), strict=True))
+        write = [(i, Place(tier, slot_of[key])) for key, i in written.items()]
         fresh = set(known).union(written.values())
         twice = [i for i, key in enumerate(keys) if i not in fresh and key in written]
         skipped = [i for i, key in enumerate(keys) if i not in fresh and key not in written]
@@ -216,7 +223,7 @@ class StoreBook:
 
     def end_engine(self, engine: EngineId) -> None:
         """The engine is gone: its leases are over, its uncommitted jobs are aborted."""
-        self._tiers.unpin(self._leases.end_engine(engine))
+        self._tiers.unpin_runs(self._leases.end_engine(engine))
         self._settle(self._jobs.end_engine(engine))
 
     def _settle(self, settled: Settled) -> list[Published]:
