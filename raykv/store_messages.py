@@ -8,7 +8,9 @@ so that an answer of an older life is told from a current one.
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId, StoreLife
 
@@ -137,6 +139,27 @@ class LookedUp:
     lease: LeaseId | None = None
     media: tuple[Medium, ...] = ()
     more: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On the wire media are runs: a thousand blocks of one medium cost no more than one."""
+        media = self.media
+        if media and media.count(media[0]) == len(media):
+            runs = [(str(media[0]), len(media))]
+        else:
+            runs = [(str(medium), sum(1 for _ in same)) for medium, same in itertools.groupby(media)]
+        return _looked_up, (self.store, self.request, self.num_blocks, self.lease, runs, self.more)
+
+
+def _looked_up(
+    store: StoreLife,
+    request: RequestId,
+    num_blocks: int,
+    lease: LeaseId | None,
+    runs: list[tuple[str, int]],
+    more: bool,
+) -> LookedUp:
+    media = itertools.chain.from_iterable((Medium(name),) * count for name, count in runs)
+    return LookedUp(store, request, num_blocks, lease, tuple(media), more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from raykv.config import (
 from raykv.config.model import INLINE_ONLY, RENAMED, SYNCHRONOUS
 from raykv.config.parse import VLLM_FIELDS
 from raykv.errors import ConfigError, RayKVError, UnknownConnectorError
+from tests.support.examples import examples
 
 CHILD = "connectors[0]"
 CHILD_RAYKV = "kv_connector_extra_config.raykv"
@@ -586,7 +587,7 @@ noisy_configs = objects(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(anything | noisy_configs)
 def test_parse_raises_nothing_but_config_errors(raw: Any) -> None:
     before = repr(raw)
@@ -601,7 +602,7 @@ def test_parse_raises_nothing_but_config_errors(raw: Any) -> None:
     assert repr(raw) == before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(valid_configs())
 def test_a_valid_config_round_trips(raw: dict[str, Any]) -> None:
     """What the result says, written down as JSON again, means the same, now with nothing left to inherit."""
@@ -617,7 +618,7 @@ def test_a_valid_config_round_trips(raw: dict[str, Any]) -> None:
     assert repr(parse(again)) == repr(first)  # repr: nan is not equal to itself
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(valid_configs(), st.randoms(use_true_random=False))
 def test_one_changed_letter_in_a_key_is_caught(raw: dict[str, Any], rng: random.Random) -> None:
     """A misspelt key is never ignored, at any place where the keys are RayKV's or vLLM's to know."""

@@ -47,11 +47,13 @@ def test_everything_set() -> None:
         "timeout_s": 5,
         "load_timeout_s": 7,
         "model_identity": "my model 3",
+        "ray_address": "10.0.0.1:6379",
+        "namespace": "blue",
     }
     assert set(extra) == KEYS
     tiers = (TierSpec(Medium.HOST, 1 << 30), TierSpec(Medium.DISK, 2 << 40, "/nvme/raykv"))
     spec = StoreSpec("chat.v2", tiers, 2 << 20, False, Eviction.S3FIFO, Cascade.WRITE, 30.0)
-    assert parse_tiers(extra) == TierOptions(spec, 0.5, 5.0, 7.0, "my model 3")
+    assert parse_tiers(extra) == TierOptions(spec, 0.5, 5.0, 7.0, "my model 3", "10.0.0.1:6379", "blue")
 
 
 def test_a_disk_alone_and_a_path_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ class NodeStore:
         found, shared = self._sessions.complete(engine), self._shared
         if shared is not None and found is not None:
             _, fingerprints, windows = found
-            shared.find([(fingerprints, windows, _hashes(look_up)) for look_up in batch])
+            shared.find([(fingerprints, windows, look_up.hashes) for look_up in batch])
         answers = [self._look_up(engine, look_up) for look_up in batch]
         if self._peers is None or not self._peers.reacher.up:
             return answers
@@ -269,7 +269,7 @@ class NodeStore:
             return miss
         key, fingerprints, windows = found
         with stock.lock:
-            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, _hashes(look_up), time.monotonic())
+            lease = stock.book.look_up(key, look_up.request, fingerprints, windows, look_up.hashes, time.monotonic())
         if lease is None:
             return miss
         return LookedUp(self.life, look_up.request, lease.num_blocks, stock.lease_out(lease.id), lease.media)
@@ -352,10 +352,6 @@ class NodeStore:
     def _wake(self) -> None:
         if self._mover is not None:
             self._mover.wake()
-
-
-def _hashes(look_up: LookUp) -> list[bytes]:
-    return [look_up.hashes[i : i + HASH_NBYTES] for i in range(0, len(look_up.hashes), HASH_NBYTES)]
 
 
 _FIGURES = (

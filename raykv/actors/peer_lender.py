@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable
 
 from raykv.actors.store_stock import Stock
-from raykv.core.peer_part import lacking, seal
+from raykv.core.peer_part import seal
 from raykv.core.prefix import block_key
 from raykv.core.store_plans import Lease
 from raykv.peer_messages import Lend, Lent, PeerMemory
@@ -42,7 +42,6 @@ class Lender:
         memory, stock, now = self._memory, self._stock, time.monotonic()
         if memory is None or len(lend.hashes) % HASH_NBYTES:
             return Lent(self._life)
-        hashes = [lend.hashes[i : i + HASH_NBYTES] for i in range(0, len(lend.hashes), HASH_NBYTES)]
         duration = min(lend.duration_s, LONGEST_S)
         with stock.lock:
             self._lent = {lease: kept for lease, kept in self._lent.items() if kept[1] > now}
@@ -52,17 +51,17 @@ class Lender:
                 RequestId(str(lend.number)),
                 lend.fingerprints,
                 lend.windows,
-                hashes,
+                lend.hashes,
                 lend.first,
                 most,
                 now + duration,
             )
             if lease is not None:
-                self._lent[lease.id] = (len(lease.pins), now + duration)
-                self.lent_blocks += len(lease.pins)
+                self._lent[lease.id] = (lease.num_pins, now + duration)
+                self.lent_blocks += lease.num_pins
         if lease is None:
             return Lent(self._life)
-        seals = self._seals(lend, hashes, lease)
+        seals = self._seals(lend, lease)
         if seals is None:
             self._end([lease.id])
             return Lent(self._life)
@@ -71,22 +70,22 @@ class Lender:
             lease.num_blocks,
             stock.lease_out(lease.id),
             duration,
-            slots=array("I", (place.slot for place in lease.pins)).tobytes(),
+            slots=_slots(lease),
             seals=array("Q", seals).tobytes(),
             memory=None if lend.knows == self._life else memory,
         )
 
-    def _seals(self, lend: Lend, hashes: list[bytes], lease: Lease) -> list[int] | None:
+    def _seals(self, lend: Lend, lease: Lease) -> list[int] | None:
         """As the slots' own headers have it; None if one of them is damaged. The slots are pinned."""
-        tiers, seals, places = self._stock.tiers, [], iter(lease.pins)
-        ranges = lacking(lend.windows, lend.first, lease.num_blocks)
-        for fingerprint in lend.fingerprints:
-            for group, wanted in enumerate(ranges):
-                for i in wanted:
-                    header = tiers.header(next(places))
+        tiers, seals = self._stock.tiers, []
+        for fingerprint, rows in zip(lend.fingerprints, lease.rows, strict=True):
+            for group, row in enumerate(rows):
+                head = block_key(fingerprint, group, b"")
+                for i, place in enumerate(row.places(), row.first):
+                    header = tiers.header(place)
                     if header is None or header.checksum is None:
                         return None
-                    if header.key != block_key(fingerprint, group, hashes[i]):
+                    if header.key != head + lend.hashes[HASH_NBYTES * i : HASH_NBYTES * (i + 1)]:
                         logger.error("a slot's header names another block than the book: it is not lent")
                         return None
                     seals.append(seal(header.key, header.nbytes, header.checksum))
@@ -108,3 +107,11 @@ class Lender:
         now = time.monotonic()
         with self._stock.lock:
             return sum(slots for slots, until in self._lent.values() if until > now)
+
+
+def _slots(lease: Lease) -> bytes:
+    """The slots of its blocks, in the order of the seals."""
+    slots = array("I")
+    for run in lease.runs():
+        slots.extend(range(run.slot, run.slot + run.length))
+    return slots.tobytes()

@@ -39,8 +39,8 @@ CHECK_S = 10.0
 CHECK = b""
 """In place of a key: whether the directory is there at all."""
 
-Prompt: TypeAlias = tuple[Sequence[bytes], Sequence[int], Sequence[bytes]]
-"""Fingerprints, windows, hashes: as `StoreBook.look_up` has them."""
+Prompt: TypeAlias = tuple[Sequence[bytes], Sequence[int], bytes]
+"""Fingerprints, windows, hashes (concatenated): as `StoreBook.look_up` has them."""
 
 
 @dataclass(eq=False)

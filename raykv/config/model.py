@@ -121,12 +121,24 @@ class ChildConfig:
         """Whether the hooks that save are run. Where they are not, no block needs a pin for this child."""
         return self.options.save is SaveMode.ALL and self.role != "kv_consumer"
 
+    @property
+    def is_tier(self) -> bool:
+        """Whether it is RayKV's own TierConnector."""
+        return is_own(self.connector, self.module_path)
+
+    @property
+    def _role(self) -> str:
+        """RayKV's own connector does by its role what the options say, so that it asks and plans nothing in vain."""
+        if not self.is_tier or (self.options.load and self.options.save is SaveMode.ALL):
+            return self.role
+        return "kv_consumer" if self.options.load else "kv_producer"
+
     def kv_transfer_kwargs(self) -> dict[str, Any]:
         """The arguments of vLLM's `KVTransferConfig(**kwargs)`: a new copy each time, nothing of RayKV's."""
         kwargs = {
             "kv_connector": self.connector,
             "kv_connector_module_path": self.module_path,
-            "kv_role": self.role,
+            "kv_role": self._role,
             "engine_id": self.engine_id,
             "kv_load_failure_policy": self.load_failure_policy,
             "kv_buffer_device": self.buffer_device,
@@ -160,12 +172,15 @@ def is_vllms(module_path: str | None) -> bool:
     return module_path is None or module_path.startswith("vllm.")
 
 
+def is_own(connector: str, module_path: str | None) -> bool:
+    """Whether a class found this way is RayKV's own; None: RayKV's plugin has registered it."""
+    return connector in OWN_INLINE and (module_path is None or module_path.startswith(OWN_MODULE))
+
+
 def why_inline(connector: str, module_path: str | None) -> str | None:
     """Why a class found this way must stay in vLLM's worker process, if so."""
-    if module_path is None or module_path.startswith(OWN_MODULE):  # None: RayKV's plugin registers its own classes
-        own = OWN_INLINE.get(connector)
-        if own is not None:
-            return own
+    if is_own(connector, module_path):
+        return OWN_INLINE[connector]
     return INLINE_ONLY.get(connector) if is_vllms(module_path) else None
 
 

@@ -197,7 +197,7 @@ def _child(index: int, child: _Foreign, name: ChildName, top: Reader) -> ChildCo
         raise ConfigError(
             f"{fields.path('kv_role')} is missing, and so is kv_role at the top. Set one: {', '.join(ROLES)}."
         )
-    return ChildConfig(
+    found = ChildConfig(
         index=index,
         connector=child.connector,
         module_path=child.module_path,
@@ -210,6 +210,19 @@ def _child(index: int, child: _Foreign, name: ChildName, top: Reader) -> ChildCo
         options=_options(child, name),
         more_fields=copy_json({key: v for key, v in fields.raw.items() if key not in PLACED_FIELDS}),
     )
+    return _as_tier(found, child, top) if found.is_tier else found
+
+
+def _as_tier(found: ChildConfig, child: _Foreign, top: Reader) -> ChildConfig:
+    """RayKV's own connector joins the cluster of the whole, unless it names another."""
+    if not found.saves and (not found.options.load or found.role == "kv_producer"):
+        raise ConfigError(
+            f"{child.fields.where}: the child {found.name} neither loads nor saves, with kv_role {show(found.role)}, "
+            f'"load": {show(found.options.load)} and "save": {show(found.options.save)}. Take it out, or change one.'
+        )
+    whole = top.inner("kv_connector_extra_config").inner("raykv").raw
+    shared = {key: whole[key] for key in ("ray_address", "namespace") if whole.get(key) is not None}
+    return dataclasses.replace(found, extra={**shared, **found.extra})
 
 
 def _inherited(

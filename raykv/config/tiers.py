@@ -35,6 +35,8 @@ KEYS = frozenset(
         "timeout_s",
         "load_timeout_s",
         "model_identity",
+        "ray_address",
+        "namespace",
     }
 )
 TIER_KEYS = frozenset({"medium", "capacity", "path"})
@@ -68,6 +70,10 @@ class TierOptions:
     """The same for a load; its request is then recomputed."""
     model_identity: str | None = None
     """Stands for the content of the model's weights where RayKV can't read their files."""
+    ray_address: str | None = None
+    """None: RAY_ADDRESS, then a running local cluster. A child has that of its MultiConnector."""
+    namespace: str = "raykv"
+    """The Ray namespace of the store. A child has that of its MultiConnector."""
 
 
 def parse_tiers(extra: Mapping[str, Any]) -> TierOptions:
@@ -92,6 +98,8 @@ def parse_tiers(extra: Mapping[str, Any]) -> TierOptions:
         timeout_s=top.seconds("timeout_s", default.timeout_s),
         load_timeout_s=top.seconds("load_timeout_s", default.load_timeout_s),
         model_identity=top.text("model_identity"),
+        ray_address=top.text("ray_address"),
+        namespace=top.text("namespace") or default.namespace,
     )
 
 

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from raykv.config import ChildConfig
 from raykv.connector import standins, vllm_compat
 from raykv.connector.metadata import ChildWorkerOutput, dump, load
+from raykv.core.owed_sends import OwedSends
 from raykv.errors import HostedConnectorError
 from raykv.kvcache.fence import MappedFence, open_fence
 from raykv.kvcache.handles import CacheHandles
 from raykv.kvcache.share import MappedKVCache, open_kv_caches
 from raykv.messages import HookFault, HostReport, Phase, StepRecord
-from raykv.types import Incarnation, Rank, StepId
+from raykv.types import Incarnation, Rank, RequestId, StepId
 
 logger = logging.getLogger("raykv")
 
@@ -75,7 +76,7 @@ class HostedRuntime:
         self._fence: MappedFence | None = None
         self._mla_layers = vllm_compat.mla_layers(setup.kv_cache_config)
         self._bound = False
-        self._owed: set[str] = set()
+        self._owed = OwedSends(vllm_compat.pulled_by_peers(setup.child))
         self._last_step = StepId(-1)
 
     def register(self, caches: bytes) -> bytes | None:
@@ -110,7 +111,7 @@ class HostedRuntime:
             return True
 
         self._last_step = record.step
-        self._owed |= record.owed
+        self._owed.owe(record.owed)
         context = standins.forward_context(self._mapped.kv_caches, self._mla_layers, record.forward)
         fine = True
         if record.phase is not Phase.SAVE:
@@ -173,10 +174,9 @@ class HostedRuntime:
 
         def results() -> None:
             found = connector.get_transfer_results(finished)
-            sending = set(found.finished_sending)
-            report.sending |= sending & self._owed
-            report.unasked |= sending - self._owed
-            self._owed -= sending
+            asked, unasked = self._owed.done(map(RequestId, found.finished_sending))
+            report.sending |= asked
+            report.unasked |= unasked
             report.receiving |= found.finished_recving
             report.failed |= found.failed_recving
 

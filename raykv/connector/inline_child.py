@@ -10,9 +10,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from raykv.config import ChildConfig
+from raykv.connector import vllm_compat
 from raykv.connector.metadata import ChildWorkerOutput
 from raykv.core.open_loads import OpenLoads
-from raykv.messages import ChildEvent, ChildIndex, ChildPlan, EventKind
+from raykv.core.owed_sends import OwedSends
+from raykv.messages import ChildEvent, ChildPlan, EventKind
 from raykv.types import Incarnation, Rank, RequestId
 
 NEVER_DUE = float("inf")
@@ -21,18 +24,22 @@ NEVER_DUE = float("inf")
 class InlineChild:
     """One inline child on one rank. The worker's thread."""
 
-    def __init__(self, index: ChildIndex, rank: Rank, connector: KVConnectorBase_V1, saves: bool = True) -> None:
-        self.index, self.rank, self.connector, self.saves = index, rank, connector, saves
+    def __init__(self, config: ChildConfig, rank: Rank, connector: KVConnectorBase_V1, saves: bool = True) -> None:
+        self.index, self.rank, self.connector, self.saves = config.index, rank, connector, saves
         self._loads = OpenLoads()
         self._invalid: set[int] = set()
-        self._owed: set[str] = set()
+        self._owed = OwedSends(vllm_compat.pulled_by_peers(config))
         self.bound = False
 
     def bind(self, meta: Any, plan: ChildPlan) -> None:
         self.connector.bind_connector_metadata(meta)
         self._loads.begin(plan.loads, NEVER_DUE)
-        self._owed.update(plan.owed_sends)
+        self._owed.owe(plan.owed_sends)
         self.bound = True
+
+    def owe(self, plan: ChildPlan) -> None:
+        """The child's own plan of this step may not run; what it owes stands."""
+        self._owed.owe(plan.owed_sends)
 
     def clear(self) -> None:
         if self.bound:
@@ -55,10 +62,9 @@ class InlineChild:
                 map(RequestId, found.finished_recving), map(RequestId, found.failed_recving), invalid
             )
         ]
-        for request in found.finished_sending:
-            kind = EventKind.SEND_DONE if request in self._owed else EventKind.SEND_UNASKED
-            self._owed.discard(request)
-            events.append(ChildEvent(kind, self.index, self.rank, Incarnation(0), RequestId(request)))
+        asked, unasked = self._owed.done(map(RequestId, found.finished_sending))
+        for kind, requests in ((EventKind.SEND_DONE, asked), (EventKind.SEND_UNASKED, unasked)):
+            events += [ChildEvent(kind, self.index, self.rank, Incarnation(0), request) for request in requests]
         stats = self.connector.get_kv_connector_stats()
         output = ChildWorkerOutput(
             worker_meta=self.connector.build_connector_worker_meta(),

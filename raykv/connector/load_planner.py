@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raykv.config import LoadPolicy, MultiConfig
 from raykv.connector import vllm_compat
+from raykv.connector.load_retries import LoadRetries
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import SchedulerCounters
 from raykv.connector.sync_loads import UnprovenBlocks, why_no_sync_loads
@@ -24,7 +25,7 @@ from raykv.core.load_plan import Answer, Part, cut
 from raykv.core.lookups import LookupBook, Outcome
 from raykv.core.stalls import StallWatch
 from raykv.messages import ChildIndex, LoadOrder
-from raykv.types import RequestId
+from raykv.types import Attempt, RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,6 +63,7 @@ class LoadPlanner:
         if config.load_policy is LoadPolicy.COMPOSE:
             self._any_range = any_range_children(children, kv_cache_config)
         self.lookups = LookupBook(config.load_policy, limits, self._block_size, self._any_range)
+        self.retries = LoadRetries(children, self._any_range, limits)
         self.sync_refusals = [why_no_sync_loads(vllm_config, kv_cache_config, config, c.config) for c in children]
         self._no_loads = vllm_compat.why_no_loads(vllm_config)
         if self._no_loads:
@@ -72,8 +74,10 @@ class LoadPlanner:
         self._passed: dict[RequestId, set[ChildIndex]] = {}
         self._planned: dict[RequestId, tuple[Part, ...]] = {}
         self.step = StepLoads()
+        self._manager: Any = None
 
     def bind(self, kv_cache_manager: Any) -> None:
+        self._manager = kv_cache_manager
         self._unproven.bind(kv_cache_manager.block_pool)
 
     # -- the question ---------------------------------------------------------------------------------------
@@ -152,20 +156,23 @@ class LoadPlanner:
         if not parts:
             return
         self._planned[request_id] = parts
-        now = time.monotonic()
-        for part in parts:
-            self._counters.chosen(request_id, self._children[part.child], part.tokens, choice.is_async)
-            if self._cost is not None and choice.is_async:
-                self._cost.load_begun(request_id, part.child, part.tokens, now)
         if choice.is_async:
             attempt = self._ledger.open_load(request_id, *mine)
+            self.retries.planned(request_id, parts)
             for part in parts:
-                order = LoadOrder(request_id, attempt, self._targets(blocks, part))
-                self.step.orders.setdefault(part.child, []).append(order)
+                self._order(request_id, attempt, part, blocks)
         else:
             (part,) = parts
+            self._counters.chosen(request_id, self._children[part.child], part.tokens, False)
             self.step.sync.setdefault(part.child, []).append((request_id, self._targets(blocks, part)))
             self._unproven.add(request_id, blocks.get_block_ids()[0][part.begin // self._block_size :])
+
+    def _order(self, request: RequestId, attempt: Attempt, part: Part, blocks: Any) -> None:
+        self._counters.chosen(request, self._children[part.child], part.tokens, True)
+        if self._cost is not None:
+            self._cost.load_begun(request, part.child, part.tokens, time.monotonic())
+        order = LoadOrder(request, attempt, self._targets(blocks, part))
+        self.step.orders.setdefault(part.child, []).append(order)
 
     def _tell(
         self, child: SchedulerChild, request: Request, blocks: Any, part: Part | None, parts: Sequence[Part]
@@ -204,6 +211,44 @@ class LoadPlanner:
             total.update(found if sum(found.values()) == part.tokens else unknown)
         return dict(total)
 
+    # -- a load that fails ----------------------------------------------------------------------------------
+
+    def may_retry(self, request: RequestId, failed: Set[ChildIndex]) -> bool:
+        return self.retries.may_retry(request, failed, self._may_load)
+
+    def begin_retry(self, request: Request, failed: Set[ChildIndex]) -> None:
+        """The ledger waits for a retry of this load, or for its end."""
+        self.retries.begin(request, failed, time.monotonic())
+
+    def retry(self) -> list[RequestId]:
+        """Go on with the open searches, before the step is taken. Returns the loads that are lost."""
+        lost = []
+        for found in self.retries.poll(self._ask, self._may_load):
+            request_id = RequestId(found.request.request_id)
+            blocks = self._manager.get_blocks(request_id)
+            for child in found.asked:
+                self._tell(child, found.request, blocks, None, ())
+            attempt = self._ledger.retry(request_id, found.child.index) if found.child is not None else None
+            if found.child is not None and attempt is not None:
+                part = self.retries.taken(request_id, found.part, found.child.index)
+                self._tell(found.child, found.request, blocks, part, (part,))
+                self._order(request_id, attempt, part, blocks)
+            elif self._ledger.give_up(request_id):
+                lost.append(request_id)
+        return lost
+
+    def lost(self, request: RequestId) -> tuple[tuple[int, ...], set[ChildIndex]]:
+        """Of a load that has failed: the blocks that have nothing, and the children whose parts are kept. Without
+        blocks all is lost: nothing lies in front, or block ids are ambiguous."""
+        failed, parts = self._ledger.failed_shares(request), self.retries.parts(request)
+        kept = self.retries.kept(request, failed)
+        self.retries.forget(request)
+        if not kept or len(self._group_block_sizes) > 1:
+            return (), set()
+        missing = Part(parts[len(kept)].child, kept[-1].end, parts[-1].end)
+        useful = {part.child for part in kept} - {part.child for part in parts[len(kept) :]}
+        return self._targets(self._manager.get_blocks(request), missing), useful
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def rebuilt(self, child: SchedulerChild) -> None:
@@ -231,6 +276,8 @@ class LoadPlanner:
 
     def settled(self, settled: Settled) -> None:
         """What a step's reports ended."""
+        for request in settled.tell:
+            self.retries.forget(request)
         if self._cost is not None:
             self._cost.loads_ended(settled.ended, settled.well, time.monotonic())
 
@@ -243,6 +290,7 @@ class LoadPlanner:
         self._passed.pop(request, None)
         self._planned.pop(request, None)
         self._stalls.taken(request)
+        self.retries.forget(request)
 
 
 def any_range_children(children: Sequence[SchedulerChild], kv_cache_config: Any) -> set[ChildIndex]:

@@ -22,13 +22,14 @@ NO_STEP = StepId(-1)
 class RayMultiMetadata(KVConnectorMetadata):
     """Scheduler half to worker halves, once a step. A child without work in the step has no plan.
 
-    `sync_failed`: a synchronous load of the step before failed on some rank.
+    `sync_failed`: a synchronous load of the step before failed on some rank. `echo`: the asynchronous loads to report
+    as failed, with the blocks that have nothing; no blocks where it can't be said, and all of the load is lost.
     """
 
     step: StepId
     plans: dict[ChildIndex, ChildPlan]
     forward: bool = True
-    echo: frozenset[RequestId] = frozenset()
+    echo: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     retire: dict[ChildIndex, tuple[Incarnation, ...]] = field(default_factory=dict)
     sync_failed: bool = False
 

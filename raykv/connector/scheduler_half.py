@@ -56,7 +56,7 @@ class SchedulerHalf:
         self._step = StepId(-1)
         self._requests: dict[RequestId, Request] = {}
         self._owed: dict[ChildIndex, list[RequestId]] = {}
-        self._echo: set[RequestId] = set()
+        self._echo: dict[RequestId, tuple[int, ...]] = {}
         self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
         self._early_events: list[ChildEvent] = []
         self._event_joins = [EventJoin() for _ in self.children]
@@ -103,6 +103,8 @@ class SchedulerHalf:
             self._pins.grow(output, self._fence())
         forward = output.total_num_scheduled_tokens > 0
         plans = {}
+        for request in self.loads.retry():
+            self._load_lost(request)
         loads = self.loads.take_step()
         for child in self.children:
             plan = self._plan(child, output, loads)
@@ -112,6 +114,7 @@ class SchedulerHalf:
                     child.planned = self._step
         self._owed = {}
         idle = not forward and not self._ledger.unsettled and not self._pins.closing
+        idle = idle and not self._childs_pins_free_soon()
         self.loads.step_planned(vllm_compat.prompt_tokens(output), idle)
         self._pins.close_preempted(self._requests, self._fence())
         self._pins.trim(output, self._fence())
@@ -123,7 +126,7 @@ class SchedulerHalf:
             retire |= self._ledger.overdue(
                 time.monotonic(), lambda index: self.children[index].config.options.promise_timeout_s
             )
-        echo, self._echo = frozenset(self._echo), set()
+        echo, self._echo = self._echo, {}
         incarnations = {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
         sync_failed, self._sync_failed = self._sync_failed, False
         return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed)
@@ -151,7 +154,7 @@ class SchedulerHalf:
             if idle and not self._ledger.is_loading(child.index):
                 return None
             self._counters.planned(child, self._step, vllm_compat.saved_tokens(meta, self._block_size))
-        elif not (loads or sync):
+        elif not (loads or sync or owed):
             return None
         return ChildPlan(
             meta=data,
@@ -182,8 +185,11 @@ class SchedulerHalf:
         garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
         self._sync_failed |= bool(garbage)
         self.loads.sync_failed(garbage)
-        settled = self._ledger.apply(events)
-        self._echo |= settled.echo
+        settled = self._ledger.apply(events, self.loads.may_retry)
+        for request, failed in settled.retry.items():
+            self.loads.begin_retry(self._requests[request], failed)
+        for request in settled.echo:
+            self._load_lost(request)
         for request, index in settled.sends:
             self._pins.send_settled(request, index)
         if meta is not None:
@@ -199,6 +205,11 @@ class SchedulerHalf:
         output.finished_sending = None
         output.kv_connector_stats = None
         output.kv_cache_events = None
+
+    def _load_lost(self, request: RequestId) -> None:
+        blocks, kept = self.loads.lost(request)
+        self._echo[request] = blocks
+        self._counters.failed(request, kept)
 
     def _child_down(self, event: ChildEvent) -> None:
         child = self.children[event.child]
@@ -291,7 +302,10 @@ class SchedulerHalf:
 
     def has_pending_block_frees(self) -> bool:
         """Of RayKV's pins, and of an inline child's own (a TierConnector's)."""
-        return self._pins.frees_soon() or any(
+        return self._pins.frees_soon() or self._childs_pins_free_soon()
+
+    def _childs_pins_free_soon(self) -> bool:
+        return any(
             child.call("has_pending_block_frees", lambda c: c.has_pending_block_frees(), False)
             for child in self.children
             if not child.hosted
@@ -321,6 +335,7 @@ class SchedulerHalf:
         return self._counters.take(self._ledger, self.loads.lookups)
 
     def reset_cache(self) -> bool:
+        self.loads.lookups.clear()  # what a child has promised before, it has forgotten now
         return all([c.call("reset_cache", lambda k: k.reset_cache(), None) is not False for c in self.children])
 
     def shutdown(self) -> None:

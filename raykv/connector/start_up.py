@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from raykv.actors import cluster
 from raykv.actors.host_watch import RayHostWatch
 from raykv.config import ChildConfig, MultiConfig, RunMode, known_synchronous, parse
+from raykv.config.tiers import parse_tiers
 from raykv.connector import vllm_compat
 from raykv.connector.inline_child import InlineChild
 from raykv.connector.metadata import RayMultiHandshake
@@ -24,6 +25,7 @@ from raykv.connector.sync_loads import sync_refusal
 from raykv.connector.worker_half import WorkerHalf
 from raykv.connector.worker_setup import HostedChild, incarnation_engine_id
 from raykv.errors import ConfigError
+from raykv.messages import ChildIndex
 from raykv.types import Incarnation, Rank
 
 logger = logging.getLogger("raykv")
@@ -32,13 +34,37 @@ logger = logging.getLogger("raykv")
 # -- checks -------------------------------------------------------------------------------------------------
 
 
+def check_json(kv_transfer_config: Any) -> None:
+    """What a KVTransferConfig of RayKV's says wrong whatever the model is. Raises ConfigError.
+
+    vLLM makes connectors in other processes than the user's, after the model was loaded; this can be asked for before.
+    """
+    if kv_transfer_config.kv_connector == "TierConnector":
+        # Of a MultiConnector's child vLLM asks with the options in it that are that one's business.
+        extra = kv_transfer_config.kv_connector_extra_config
+        parse_tiers({key: value for key, value in extra.items() if key != "raykv"})
+    else:
+        _parsed(kv_transfer_config)
+
+
+def _parsed(kv_transfer_config: Any) -> tuple[MultiConfig, dict[ChildIndex, type]]:
+    """The config and its children's classes."""
+    config = parse(kv_transfer_config)
+    for child in config.children:
+        if child.is_tier:
+            try:
+                parse_tiers(child.extra)
+            except ConfigError as error:
+                raise ConfigError(f"Child {child.name} ({child.connector}): {error}") from error
+    _check_pd(config)
+    return config, {child.index: vllm_compat.connector_class(child) for child in config.children}
+
+
 def checked_config(vllm_config: VllmConfig, kv_cache_config: Any) -> MultiConfig:
     """The parsed config, after every check that needs no Ray. Raises ConfigError."""
     share_vllms_log()
     vllm_compat.check_version()
-    config = parse(vllm_config.kv_transfer_config)
-    classes = {child.index: vllm_compat.connector_class(child) for child in config.children}
-    _check_pd(config)
+    config, classes = _parsed(vllm_config.kv_transfer_config)
     required_layout(vllm_config)
     groups = len(kv_cache_config.kv_cache_groups)
     for child in config.children:
@@ -157,6 +183,8 @@ def scheduler_children(config: MultiConfig, vllm_config: VllmConfig, kv_cache_co
                 f"The child {child.name} ({child.connector}) could not be made. "
                 f"It said: {type(error).__name__}: {error}"
             ) from error
+        if child.is_tier:
+            connector.raykv_is_inner()
         children.append(SchedulerChild(child, connector, vllm_config.parallel_config.world_size))
     return children
 
@@ -175,7 +203,7 @@ def worker_half(config: MultiConfig, vllm_config: VllmConfig, kv_cache_config: A
         for c in hosted_configs
     ]
     inline = [
-        InlineChild(c.index, rank, _make(c, vllm_config, KVConnectorRole.WORKER, kv_cache_config), c.saves)
+        InlineChild(c, rank, _make(c, vllm_config, KVConnectorRole.WORKER, kv_cache_config), c.saves)
         for c in config.children
         if c.options.run is RunMode.INLINE
     ]

@@ -7,7 +7,7 @@ They travel from the scheduler half to vLLM's front end as plain data, so the na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ class SchedulerCounters:
         self._counters: dict[ChildIndex, Counter[str]] = {c.index: Counter() for c in children}
         self._own: dict[ChildIndex, KVConnectorStats] = {}
         self._pids: dict[ChildIndex, int] = {}
-        self._loading: dict[RequestId, dict[ChildIndex, int]] = {}
+        self._loading: dict[RequestId, Counter[ChildIndex]] = {}
         self._sync_loads: dict[RequestId, tuple[ChildIndex, int]] = {}
         self._saving: dict[ChildIndex, list[tuple[StepId, int]]] = {}
         self._seen: Counter[tuple[ChildIndex, str]] = Counter()
@@ -117,7 +117,7 @@ class SchedulerCounters:
         """A load was planned. It counts when it is known to have gone well."""
         self._counters[child.index]["loads"] += 1
         if is_async:
-            self._loading.setdefault(request, {})[child.index] = tokens
+            self._loading.setdefault(request, Counter())[child.index] += tokens
         else:
             self._sync_loads[request] = (child.index, tokens)
 
@@ -139,10 +139,21 @@ class SchedulerCounters:
         if load is not None:  # else it failed, and its event has taken it out
             self._counters[load[0]]["tokens_loaded"] += load[1]
 
+    def kept(self, request: RequestId, children: Iterable[ChildIndex]) -> None:
+        """What these children brought of a load is used, whatever became of the rest."""
+        loading = self._loading.get(request, Counter())
+        for child in children:
+            self._counters[child]["tokens_loaded"] += loading.get(child, 0)
+
+    def failed(self, request: RequestId, kept: Iterable[ChildIndex]) -> None:
+        """The request's load has failed but for what these children brought."""
+        self.kept(request, kept)
+        self._loading.pop(request, None)
+
     def update(self, meta: Any, events: Sequence[ChildEvent], settled: Settled) -> None:
         for request, child in settled.loaded:
-            self._counters[child]["tokens_loaded"] += self._loading.get(request, {}).get(child, 0)
-        for request in settled.tell | settled.echo:
+            self.kept(request, [child])
+        for request in settled.tell:
             self._loading.pop(request, None)
         for event in events:
             if event.kind is EventKind.SYNC_FAILED and event.request is not None:

@@ -76,7 +76,9 @@ def why_no_sync_loads(vllm_config: Any, kv_cache_config: Any, config: MultiConfi
         )
     if vllm_config.parallel_config.world_size > 1:
         for other in config.children:
-            if other.index != child.index and other.options.run is RunMode.INLINE and other.saves:
+            # A TierConnector commits a step's save only when no rank has dropped it.
+            at_once = other.options.run is RunMode.INLINE and other.saves and not other.is_tier
+            if at_once and other.index != child.index:
                 return (
                     f"child {other.name} saves inside vLLM's workers, where a rank saves before it can know that the "
                     f"load failed on another one (run {other.name} in an actor)"

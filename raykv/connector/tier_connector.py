@@ -75,6 +75,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler half --------------------------------------------------------------------------------------
 
+    def raykv_is_inner(self) -> None:
+        """RayKV's MultiConnector says, right after the start, that this is its child: it watches over idle steps."""
+        self._scheduler.is_inner()
+
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)

@@ -23,7 +23,7 @@ from raykv.connector import fingerprint, start_up, vllm_compat
 from raykv.connector.tier_scheduler import TierScheduler
 from raykv.connector.tier_worker import TierWorker, WorkerFacts
 from raykv.errors import ConfigError
-from raykv.store_messages import GroupLayout, RankAttach, StoreSpec
+from raykv.store_messages import GroupLayout, RankAttach
 from raykv.types import EngineId, Rank
 
 logger = logging.getLogger("raykv")
@@ -154,14 +154,15 @@ def worker_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierWorker:
 def new_asker(options: TierOptions, engine: EngineId) -> StoreAsker:
     """The scheduler half's link."""
     reach_s = REACH_SHARE * options.lookup_timeout_s if options.store.peer else 0.0
-    return StoreAsker(lambda: open_store(options.store), engine, options.timeout_s, reach_s)
+    return StoreAsker(lambda: open_store(options), engine, options.timeout_s, reach_s)
 
 
 def new_link(options: TierOptions, attach: RankAttach) -> StoreWorkerLink:
     """A worker half's link, to be started."""
-    return StoreWorkerLink(lambda: open_store(options.store), attach, options.timeout_s, options.load_timeout_s)
+    return StoreWorkerLink(lambda: open_store(options), attach, options.timeout_s, options.load_timeout_s)
 
 
-def open_store(spec: StoreSpec) -> StoreCaller:
+def open_store(options: TierOptions) -> StoreCaller:
     """Find the store of this node, or start it; joins Ray if this process has not. Blocks."""
-    return store_handle.open_store(spec, cluster.connect().node_id)
+    node_id = cluster.connect(options.ray_address, namespace=options.namespace).node_id
+    return store_handle.open_store(options.store, node_id, namespace=options.namespace)

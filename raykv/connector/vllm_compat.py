@@ -18,7 +18,6 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from raykv.config import ChildConfig, unknown_connector
-from raykv.config.model import OWN_MODULE
 from raykv.errors import UnknownConnectorError
 
 logger = logging.getLogger("raykv")
@@ -35,6 +34,10 @@ LOADS_IN_THE_HOOK = frozenset({"ExampleConnector"})
 LOADS_AT_FIRST_ALLOCATION = frozenset({"LMCacheMPConnector"})
 """Connectors that start a load only in a request's first `update_state_after_alloc` since it arrived or was preempted:
 asked again after another child's load failed, LMCacheMP promises tokens that it then never loads (lmcache 0.5.6)."""
+
+PULLED_BY_PEERS = frozenset({"NixlConnector", "NixlPullConnector"})
+"""Connectors whose send is over when another engine has read the blocks. It learns where they are from the request's
+final output, so such a report is never about less than the whole request (nixl/pull_worker.py, 0.32)."""
 
 PD_CONNECTORS = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector"}
@@ -161,8 +164,7 @@ def loads_any_range(child: ChildConfig) -> bool:
     RayKV's own does. A user's class may say so itself by `raykv_loads_any_range = True`: it then starts at the number
     of computed tokens that it was asked with last, and stops after the tokens that `update_state_after_alloc` gives.
     """
-    own = child.module_path is None or child.module_path.startswith(OWN_MODULE)
-    if own and child.connector == "TierConnector":
+    if child.is_tier:
         return True
     return bool(getattr(connector_class(child), "raykv_loads_any_range", False))
 
@@ -224,6 +226,11 @@ def parallel_ranks() -> Mapping[str, tuple[int, tuple[int, ...]]]:
 def settles_in_hook(child: ChildConfig) -> bool:
     """Whether an exception in a data hook of this child leaves nothing running behind it."""
     return child.connector in LOADS_IN_THE_HOOK and child.module_path is None
+
+
+def pulled_by_peers(child: ChildConfig) -> bool:
+    """Whether the child's sends end by another engine's read."""
+    return child.connector in PULLED_BY_PEERS and child.module_path is None
 
 
 def mla_layers(kv_cache_config: Any) -> frozenset[str]:

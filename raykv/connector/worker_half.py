@@ -109,6 +109,8 @@ class WorkerHalf:
             plan = meta.plans.get(child.index)
             if plan is not None and plan.meta is not None:
                 child.bind(load(plan.meta), plan)
+            elif plan is not None:
+                child.owe(plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._step
@@ -224,8 +226,11 @@ class WorkerHalf:
         for index, link in self._links.items():
             if link.has_output:
                 self._drain(index, link)
-        echo = set(self._step.meta.echo) if self._step else set()
-        return KVConnectorTransferResults(finished_recving=set(echo), failed_recving=set(echo))
+        echo = self._step.meta.echo if self._step else {}
+        for blocks in echo.values():
+            self._invalid.update(blocks)
+        whole = {request for request, blocks in echo.items() if not blocks}
+        return KVConnectorTransferResults(finished_recving=set(echo), failed_recving=whole)
 
     def _drain(self, index: ChildIndex, link: ChildLink) -> None:
         output = link.drain()

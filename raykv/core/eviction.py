@@ -24,6 +24,8 @@ from raykv.store_messages import Eviction
 
 STAY = 64
 """How many slots in the way a scan leaves in place."""
+FEW = 8
+"""Slots that are moved one by one rather than looked through for linked ones."""
 SMALL_SHARE = 0.1
 """The small queue's share of the slots; 10 % as in the paper."""
 MAX_USES = 3
@@ -39,8 +41,8 @@ class Policy(Protocol):
     def added(self, slot: int, key: bytes) -> None:
         """The slot now holds this block."""
 
-    def used(self, slot: int) -> None:
-        """The block was asked for."""
+    def used(self, slot: int, count: int = 1) -> None:
+        """The blocks of `count` slots from `slot` on were asked for; the last goes first, as if each was used alone."""
 
     def removed(self, slot: int, evicted: bool) -> None:
         """The slot is empty; `evicted`: for want of room, so the block may come again."""
@@ -106,6 +108,19 @@ class _Rings:
         self.colder[slot] = self.hotter[slot] = slot
         self.sizes[queue] -= 1
 
+    def linked(self, slot: int, count: int, numbers: array[int]) -> bool:
+        """Whether each of these slots is the next hotter one of the slot behind it. `numbers`: 0, 1, ... all slots."""
+        return self.hotter[slot + 1 : slot + count] == numbers[slot : slot + count - 1]
+
+    def reheat(self, queue: int, slot: int, count: int) -> None:
+        """Linked slots of a queue go to its hot end in one step, `slot` to the very end."""
+        last, end = slot + count - 1, self.slots + queue
+        colder, hotter = self.colder[last], self.hotter[slot]
+        self.hotter[colder], self.colder[hotter] = hotter, colder
+        hottest = self.colder[end]
+        self.colder[last], self.hotter[slot] = hottest, end
+        self.hotter[hottest], self.colder[end] = last, slot
+
     def coldest(self, queue: int) -> int:
         """The first slot of a queue, or its sentinel."""
         return self.hotter[self.slots + queue]
@@ -131,17 +146,29 @@ def _check_held(held: list[int], slots: set[int]) -> None:
 
 
 class LRU:
-    """The longest unused goes first."""
+    """The longest unused goes first.
+
+    Blocks that were used together lie in the ring as they were used, so most of a run is moved in one step.
+    """
 
     def __init__(self, slots: int) -> None:
         self._rings = _Rings(slots, 1)
+        self._numbers = array("i", range(slots))
 
     def added(self, slot: int, key: bytes) -> None:
         self._rings.push(0, slot)
 
-    def used(self, slot: int) -> None:
-        self._rings.pull(0, slot)
-        self._rings.push(0, slot)
+    def used(self, slot: int, count: int = 1) -> None:
+        rings = self._rings
+        if count == 1 or rings.linked(slot, count, self._numbers):
+            rings.reheat(0, slot, count)
+        elif count <= FEW:
+            for one in range(slot + count - 1, slot - 1, -1):
+                rings.reheat(0, one, 1)
+        else:  # it is broken somewhere: look for the parts that are not
+            half = count // 2
+            self.used(slot + half, count - half)
+            self.used(slot, half)
 
     def removed(self, slot: int, evicted: bool) -> None:
         self._rings.pull(0, slot)
@@ -163,6 +190,7 @@ class LRU:
 
 
 SMALL, MAIN, NOWHERE = 0, 1, 2
+_ONE_MORE = bytes(min(uses + 1, MAX_USES) for uses in range(256))
 
 
 class S3FIFO:
@@ -181,9 +209,8 @@ class S3FIFO:
         self._enter(MAIN if self._ghosts.take(self._mark[slot]) else SMALL, slot)
         self._uses[slot] = 0
 
-    def used(self, slot: int) -> None:
-        if self._uses[slot] < MAX_USES:
-            self._uses[slot] += 1
+    def used(self, slot: int, count: int = 1) -> None:
+        self._uses[slot : slot + count] = self._uses[slot : slot + count].translate(_ONE_MORE)
 
     def removed(self, slot: int, evicted: bool) -> None:
         queue = self._queue[slot]

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 
 from raykv.core.prefix import block_key
+from raykv.store_messages import HASH_NBYTES
 
 
 class Known(enum.Enum):
@@ -24,7 +25,7 @@ Ask = Callable[[bytes], Known]
 
 
 def next_to_ask(
-    known: Ask, fingerprints: Sequence[bytes], windows: Sequence[int], hashes: Sequence[bytes], most: int
+    known: Ask, fingerprints: Sequence[bytes], windows: Sequence[int], hashes: bytes, most: int
 ) -> list[bytes]:
     """Up to `most` keys that are UNKNOWN and decide about the longest prefix (see `prefix.longest_prefix`).
 
@@ -33,13 +34,14 @@ def next_to_ask(
     heads = [[block_key(fingerprint, group, b"") for group in range(len(windows))] for fingerprint in fingerprints]
 
     def keys(group: int, i: int) -> Iterator[bytes]:
+        digest = hashes[HASH_NBYTES * i : HASH_NBYTES * (i + 1)]
         for head in heads:
-            yield head[group] + hashes[i]
+            yield head[group] + digest
 
     asks: list[bytes] = []
     n = 0
     full = [group for group, window in enumerate(windows) if not window]
-    while n < len(hashes) and len(asks) < most:
+    while n < len(hashes) // HASH_NBYTES and len(asks) < most:
         answers = {key: known(key) for group in full for key in keys(group, n)}
         if Known.ABSENT in answers.values():
             break

@@ -5,8 +5,8 @@ scheduler half releases it, when its request is asked for anew, when its engine 
 runs then still reads: the lease becomes *ending*, can't be used again, and gives its pins back at the end of its last
 load.
 
-This class decides only: a call that ends leases returns the places whose pins come free (one entry a pin), and the
-caller gives them back at once.
+This class decides only: a call that ends leases returns the runs of slots whose pins come free (one entry a pin), and
+the caller gives them back at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raykv.core.store_plans import Lease, Place
+from raykv.core.store_plans import Lease, Place, Run
 from raykv.errors import IntegrityError
 from raykv.types import EngineId, LeaseId, RequestId
 
@@ -48,8 +48,8 @@ class LeaseBook:
         self._next += 1
         return LeaseId(self._next - 1)
 
-    def grant(self, lease: Lease) -> list[Place]:
-        """The caller has pinned `lease.pins`. A request has one lease: what comes free is the older one's."""
+    def grant(self, lease: Lease) -> list[Run]:
+        """The caller has pinned `lease.runs()`. A request has one lease: what comes free is the older one's."""
         if lease.id in self._held:
             raise IntegrityError(f"lease {lease.id} was granted already")
         freed = self.drop_request(lease.engine, lease.request)
@@ -71,7 +71,7 @@ class LeaseBook:
             self._held[lease].uses[rank] += 1
         return usable
 
-    def end_use(self, lease: LeaseId, rank: int) -> list[Place]:
+    def end_use(self, lease: LeaseId, rank: int) -> list[Run]:
         """A load that began has ended."""
         held = self._held.get(lease)
         if held is None or not held.uses[rank]:
@@ -87,7 +87,7 @@ class LeaseBook:
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def release(self, lease: LeaseId) -> list[Place]:
+    def release(self, lease: LeaseId) -> list[Run]:
         """It is over. A second time and an unknown one are fine, and counted."""
         held = self._held.get(lease)
         if held is None or held.ending:
@@ -95,22 +95,22 @@ class LeaseBook:
             return []
         return self._end([held])
 
-    def drop_request(self, engine: EngineId, request: RequestId) -> list[Place]:
+    def drop_request(self, engine: EngineId, request: RequestId) -> list[Run]:
         """The request's lease is over, if it has one."""
         lease = self._current.get((engine, request))
         return self._end([self._held[lease]]) if lease is not None else []
 
-    def expire(self, now: float) -> tuple[int, list[Place]]:
+    def expire(self, now: float) -> tuple[int, list[Run]]:
         """How many are past their time (at `expires` or later), and their pins."""
         late = [held for held in self._held.values() if not held.ending and held.lease.expires <= now]
         return len(late), self._end(late)
 
-    def end_engine(self, engine: EngineId) -> list[Place]:
+    def end_engine(self, engine: EngineId) -> list[Run]:
         """All of an engine's leases are over."""
         return self._end([held for held in self._held.values() if held.lease.engine == engine])
 
-    def _end(self, over: Iterable[_Held]) -> list[Place]:
-        freed: list[Place] = []
+    def _end(self, over: Iterable[_Held]) -> list[Run]:
+        freed: list[Run] = []
         for held in over:
             lease = held.lease
             held.ending = True
@@ -118,14 +118,14 @@ class LeaseBook:
                 del self._current[lease.engine, lease.request]
             if not held.uses:
                 del self._held[lease.id]
-                freed.extend(lease.pins)
+                freed.extend(lease.runs())
         return freed
 
     # -- checks ---------------------------------------------------------------------------------------------
 
     def pinned(self) -> Counter[Place]:
         """By place: how many pins are leases'."""
-        return Counter(place for held in self._held.values() for place in held.lease.pins)
+        return Counter(place for held in self._held.values() for run in held.lease.runs() for place in run.places())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless each lease is current or ending, and an ending one is in use."""

@@ -9,7 +9,8 @@ death of the process that held it:
 
     load:   OPEN --each share settled on each rank, all well--> TELL  (finished_recving)      --> gone
             OPEN --..., one failed----------------------------> ECHO  (failed_recving)        --> gone when echoed
-            OPEN --..., the request was aborted---------------> TELL  (vLLM keeps the blocks until then)
+            OPEN --..., one failed, others may have it--------> RETRY --> OPEN (a new attempt) or ECHO
+            OPEN, RETRY --..., the request was aborted--------> TELL  (vLLM keeps the blocks until then)
     send:   OPEN --each rank settled------------------> gone, its pins are given back
 
 Failures go by echo because vLLM reads `failed_recving` before it calls the connector: the scheduler half asks
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from raykv.errors import IntegrityError
@@ -29,10 +30,16 @@ from raykv.messages import NO_ATTEMPT, ChildEvent, ChildIndex, EventKind
 from raykv.types import Attempt, Incarnation, Rank, RequestId
 
 
+def _never(request: RequestId, failed: Set[ChildIndex]) -> bool:
+    return False
+
+
 class LoadState(enum.Enum):
-    """Of a load that vLLM waits for: some rank is still to report, or it failed and waits for its echo."""
+    """Of a load that vLLM waits for: some rank is still to report; or it failed, and the caller looks for somebody
+    else who has what is missing; or it failed and waits for its echo."""
 
     OPEN = "open"
+    RETRY = "retry"
     ECHO = "echo"
 
 
@@ -53,12 +60,13 @@ class Share:
 
 @dataclass(slots=True)
 class Load:
-    """An asynchronous load that vLLM holds its request for."""
+    """An asynchronous load that vLLM holds its request for. `well`: whose shares of earlier attempts ended so."""
 
     attempt: Attempt
     shares: dict[ChildIndex, Share]
     state: LoadState = LoadState.OPEN
     aborted: bool = False
+    well: set[ChildIndex] = field(default_factory=set)
 
     @property
     def failed(self) -> bool:
@@ -84,6 +92,7 @@ class Settled:
 
     tell: set[RequestId] = field(default_factory=set)  # give vLLM finished_recving for these, now
     echo: set[RequestId] = field(default_factory=set)  # ask the ranks to report these as failed
+    retry: dict[RequestId, set[ChildIndex]] = field(default_factory=dict)  # call `retry` or `give_up`: who failed
     sends: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # give back the pins of these
     loaded: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares of loads that ended well
     ended: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares that ended, well or not
@@ -130,11 +139,33 @@ class Ledger:
             raise IntegrityError(f"request {request} already has a load in flight")
         if not children or len(set(children)) != len(children):
             raise IntegrityError(f"a load of request {request} by the children {children}")
+        self._loads[request] = Load(NO_ATTEMPT, {})
+        return self._attempt(request, children)
+
+    def _attempt(self, request: RequestId, children: Sequence[ChildIndex]) -> Attempt:
         attempt = Attempt(self._attempts.get(request, NO_ATTEMPT) + 1)
-        self._attempts[request] = attempt
-        self._loads[request] = Load(attempt, {child: Share(set(self._ranks)) for child in children})
+        load = self._loads[request]
+        self._attempts[request] = load.attempt = attempt
+        load.shares = {child: Share(set(self._ranks)) for child in children}
         self._loading.update(children)
         return attempt
+
+    def retry(self, request: RequestId, child: ChildIndex) -> Attempt | None:
+        """This child loads what is missing of a load in RETRY. None if there is no such load: it was aborted."""
+        load = self._loads.get(request)
+        if load is None or load.state is not LoadState.RETRY or load.aborted:
+            return None
+        load.well |= {child for child, share in load.shares.items() if not share.failed}
+        load.state = LoadState.OPEN
+        return self._attempt(request, [child])
+
+    def give_up(self, request: RequestId) -> bool:
+        """Nobody else has it: whether the ranks are to report the load in RETRY as failed; not when it was aborted."""
+        load = self._loads.get(request)
+        if load is None or load.state is not LoadState.RETRY or load.aborted:
+            return False
+        load.state = LoadState.ECHO
+        return True
 
     def open_send(
         self, request: RequestId, child: ChildIndex, incarnations: tuple[Incarnation, ...], now: float
@@ -144,11 +175,24 @@ class Ledger:
 
     # -- reports --------------------------------------------------------------------------------------------
 
-    def apply(self, events: Sequence[ChildEvent]) -> Settled:
-        """Take the reports of one step. Reports of one step may come in any order."""
+    def apply(
+        self, events: Sequence[ChildEvent], may_retry: Callable[[RequestId, Set[ChildIndex]], bool] = _never
+    ) -> Settled:
+        """Take the reports of one step. Reports of one step may come in any order.
+
+        `may_retry`: whether a load that these children failed may go into RETRY; it is in `settled.retry` then."""
         settled = Settled()
         for event in events:
             _HANDLERS[event.kind](self, event, settled)
+        for request in [r for r, load in self._loads.items() if load.state is LoadState.RETRY and load.aborted]:
+            del self._loads[request]
+            settled.tell.add(request)
+        for request in sorted(settled.echo):
+            failed = self.failed_shares(request)
+            if may_retry(request, failed):
+                self._loads[request].state = LoadState.RETRY
+                settled.retry[request] = failed
+        settled.echo -= settled.retry.keys()
         return settled
 
     def _recv(self, event: ChildEvent, settled: Settled) -> None:
@@ -185,7 +229,7 @@ class Ledger:
             settled.echo.add(request)
             return
         if not load.failed:
-            settled.loaded += [(request, child) for child in load.shares]
+            settled.loaded += [(request, child) for child in sorted(load.well | load.shares.keys())]
         del self._loads[request]
         settled.tell.add(request)
 
@@ -263,6 +307,11 @@ class Ledger:
     def is_loading(self, child: ChildIndex) -> bool:
         """Whether a rank still owes this child's load of any request."""
         return self._loading[child] > 0
+
+    def failed_shares(self, request: RequestId) -> set[ChildIndex]:
+        """The children that failed in the last attempt of an open load."""
+        load = self._loads.get(request)
+        return {child for child, share in load.shares.items() if share.failed} if load is not None else set()
 
     def load_of(self, request: RequestId) -> Load | None:
         return self._loads.get(request)

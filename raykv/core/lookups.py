@@ -175,5 +175,10 @@ class LookupBook:
         self._open.pop(request, None)
         self._chosen.pop(request, None)
 
+    def clear(self) -> None:
+        """No answer holds any more: all that is open is asked again."""
+        self._open.clear()
+        self._chosen.clear()
+
     def __len__(self) -> int:
         return len(self._open)

@@ -11,18 +11,24 @@ The theory. A slot is in one of four states; `pins` counts who reads it:
 Any other step raises IntegrityError and changes nothing. A key has one slot at most, WRITING or READY. Pins are taken
 on READY slots and given back on READY or QUARANTINED ones; nothing but a state of FREE gives a slot a new owner.
 
-Per slot there is one object, the key; all else are bytes in arrays. A free slot, or a run of them, is found by
-searching the array of states for zero bytes, which runs at memory speed: a list of free slots would cost 40 bytes each.
+Per slot there is one object, the key in the index; all else are bytes in arrays. A free slot, or a run of them, is
+found by searching the array of states for zero bytes, which runs at memory speed.
+
+What was saved together lies together. So a prompt is looked up by *runs*, slots next to each other whose blocks follow
+each other: the index is asked for the first block of a run, and all others are compared as bytes, hashes with hashes.
+Use and pins take runs too. A thousand blocks in one run cost microseconds, in a thousand runs a millisecond or two.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 from raykv.core.eviction import Policy
+from raykv.core.slot_keys import SlotKeys
+from raykv.core.slot_pins import SlotPins
 from raykv.errors import IntegrityError
+from raykv.store_messages import HASH_NBYTES
 
 
 class SlotState(IntEnum):
@@ -35,6 +41,7 @@ class SlotState(IntEnum):
 
 
 FREE, WRITING, READY, QUARANTINED = (int(state) for state in SlotState)
+_READY = bytes((READY,))
 
 
 def _nobody(key: bytes) -> None:
@@ -56,9 +63,9 @@ class SlotTable:
         """The slots are no medium but knowledge of one: what is quarantined comes free with its last pin."""
         self._policy = policy
         self._index: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * slots
+        self._keys = SlotKeys(slots)
         self._state = bytearray(slots)
-        self._pins = array("I", bytes(4 * slots))
+        self._pins = SlotPins(slots)
         self._counts = [slots, 0, 0, 0]
         self._pinned_ready = 0
         self._next = 0  # where the search for free slots goes on: what was written together lies together
@@ -92,22 +99,40 @@ class SlotTable:
         slot = self._index.get(key)
         return slot if slot is not None and self._state[slot] == READY else None
 
+    def run(self, head: bytes, hashes: bytes, first: int) -> tuple[int, int] | None:
+        """Where block number `first` of a prompt is READY, and how many from it on lie there next to each other.
+
+        `hashes`: the prompt's, concatenated; `head`: what its keys begin with. None: that block is not here.
+        """
+        at = HASH_NBYTES * first
+        slot = self.find(head + hashes[at : at + HASH_NBYTES])
+        if slot is None:
+            return None
+        count = self._keys.same_hashes(slot, hashes, first)
+        if count > 1:
+            states = self._state[slot : slot + count]
+            count -= len(states.lstrip(_READY))  # where a block was, its hash may still be
+            count = self._keys.same_heads(slot, count, head)
+        return slot, count
+
     def holds(self, key: bytes) -> bool:
         """Whether the block is READY or being written."""
         return key in self._index
 
+    def holds_any(self, keys: Iterable[bytes]) -> bool:
+        return any(map(self._index.__contains__, keys))
+
     def key(self, slot: int) -> bytes:
         """The block in a slot that is WRITING or READY."""
-        key = self._keys[slot]
-        if key is None:
+        if self._state[slot] not in (READY, WRITING):
             raise IntegrityError(f"slot {slot} ({self.state(slot).name}) holds no block")
-        return key
+        return self._keys.get(slot)
 
     def state(self, slot: int) -> SlotState:
         return SlotState(self._state[slot])
 
     def pins(self, slot: int) -> int:
-        return self._pins[slot]
+        return self._pins.count(slot)
 
     def ready_from(self, slot: int) -> int | None:
         """The first READY slot at or behind `slot`."""
@@ -120,7 +145,7 @@ class SlotTable:
 
     def pinned(self) -> dict[int, int]:
         """By slot: its pins, where there are any. Reads the whole table."""
-        return {slot: pins for slot, pins in enumerate(self._pins) if pins}
+        return self._pins.all()
 
     # -- the way in -----------------------------------------------------------------------------------------
 
@@ -129,6 +154,7 @@ class SlotTable:
         self._expect(slot, FREE)
         if key in self._index:
             raise IntegrityError(f"slot {slot} was recovered with the block of slot {self._index[key]}")
+        self._keys.check(key)
         self.touch(key)
         self._hold(slot, key, READY)
         self._policy.added(slot, key)
@@ -142,6 +168,8 @@ class SlotTable:
         """FREE → WRITING for each key, slots ascending and in runs where there are; None if there are too few."""
         if len(set(keys)) != len(keys) or any(key in self._index for key in keys):
             raise IntegrityError("a block to be written has a slot already")
+        for key in keys:
+            self._keys.check(key)
         if len(keys) > self.free:
             return None
         slots = self._find_free(len(keys))
@@ -172,9 +200,10 @@ class SlotTable:
     def publish(self, slot: int) -> None:
         """WRITING → READY: from now on the block is found."""
         self._expect(slot, WRITING)
-        self.touch(self.key(slot))
+        key = self._keys.get(slot)
+        self.touch(key)
         self._to(slot, READY)
-        self._policy.added(slot, self.key(slot))
+        self._policy.added(slot, key)
 
     def discard(self, slot: int) -> None:
         """WRITING → FREE: what was written is not to be seen."""
@@ -183,40 +212,50 @@ class SlotTable:
 
     # -- use ------------------------------------------------------------------------------------------------
 
-    def use(self, slot: int) -> None:
-        """The block was asked for: the policy keeps it longer."""
-        self._expect(slot, READY)
-        self._policy.used(slot)
+    def use(self, slot: int, count: int = 1) -> None:
+        """The blocks of a run of slots were asked for, in its order: they are kept longer, the first one longest."""
+        self._expect_ready(slot, count)
+        self._policy.used(slot, count)
 
-    def pin(self, slot: int) -> None:
-        """One more reads it: it stays where it is."""
-        self._expect(slot, READY)
-        self._pinned_ready += not self._pins[slot]
-        self._pins[slot] += 1
+    def read(self, slot: int, count: int) -> None:
+        """`use` and `pin` at once."""
+        self._expect_ready(slot, count)
+        self._policy.used(slot, count)
+        self._pinned_ready += self._pins.add(slot, count)
 
-    def unpin(self, slot: int) -> None:
-        """That one no longer reads it."""
-        if not 0 <= slot < self.slots or not self._pins[slot]:
-            raise IntegrityError(f"slot {slot} has no pin to give back")
-        self._pins[slot] -= 1
-        self._pinned_ready -= not self._pins[slot] and self._state[slot] == READY
-        self._free_entry(slot)
+    def pin(self, slot: int, count: int = 1) -> None:
+        """One more reads a run of slots: it stays where it is."""
+        self._expect_ready(slot, count)
+        self._pinned_ready += self._pins.add(slot, count)
+
+    def unpin(self, slot: int, count: int = 1) -> None:
+        """That one no longer reads them."""
+        if slot < 0 or slot + count > self.slots:
+            raise IntegrityError(f"slots {slot} to {slot + count - 1} are not of {self.slots}: no pin to give back")
+        free = self._pins.take(slot, count)
+        if self._state[slot] == READY and (count == 1 or self._state.count(READY, slot, slot + count) == count):
+            self._pinned_ready -= free
+            return
+        for one in range(slot, slot + count):  # some are quarantined
+            if self._state[one] == READY:
+                self._pinned_ready -= self._pins.none(one)
+            else:
+                self._free_entry(one)
 
     # -- the way out ----------------------------------------------------------------------------------------
 
     def evictable(self, n: int) -> list[int]:
         """Up to `n` READY slots without a pin, coldest first. They stay until `evict`."""
         n = min(n, self.num_evictable)
-        pins = self._pins
-        return self._policy.victims(n, lambda slot: not pins[slot]) if n else []
+        return self._policy.victims(n, self._pins.none) if n else []
 
     def evict(self, slots: Iterable[int]) -> None:
         """READY without a pin → FREE, for want of room."""
         slots = list(slots)
         for slot in slots:
             self._expect(slot, READY)
-            if self._pins[slot]:
-                raise IntegrityError(f"slot {slot} has {self._pins[slot]} pins and can't be evicted")
+            if not self._pins.none(slot):
+                raise IntegrityError(f"slot {slot} has {self.pins(slot)} pins and can't be evicted")
         if len(set(slots)) != len(slots):
             raise IntegrityError("a slot can't be evicted twice")
         for slot in slots:
@@ -230,7 +269,7 @@ class SlotTable:
         self._expect(slot, READY)
         self.touch(self.key(slot))
         self._policy.removed(slot, False)
-        self._pinned_ready -= self._pins[slot] > 0
+        self._pinned_ready -= not self._pins.none(slot)
         self._drop(slot, QUARANTINED)
         self._free_entry(slot)
 
@@ -242,23 +281,29 @@ class SlotTable:
         if self._state[slot] != state:
             raise IntegrityError(f"slot {slot} is {self.state(slot).name}, not {SlotState(state).name}")
 
+    def _expect_ready(self, slot: int, count: int) -> None:
+        if count == 1 and 0 <= slot < self.slots and self._state[slot] == READY:
+            return
+        if slot < 0 or self._state.count(READY, slot, slot + count) != count:
+            for one in range(slot, slot + count):
+                self._expect(one, READY)
+
     def _to(self, slot: int, state: int) -> None:
         self._counts[self._state[slot]] -= 1
         self._counts[state] += 1
         self._state[slot] = state
 
     def _hold(self, slot: int, key: bytes, state: int) -> None:
+        self._keys.put(slot, key)
         self._index[key] = slot
-        self._keys[slot] = key
         self._to(slot, state)
 
     def _free_entry(self, slot: int) -> None:
-        if self.entries_only and self._state[slot] == QUARANTINED and not self._pins[slot]:
+        if self.entries_only and self._state[slot] == QUARANTINED and self._pins.none(slot):
             self._to(slot, FREE)
 
     def _drop(self, slot: int, state: int) -> None:
-        del self._index[self.key(slot)]
-        self._keys[slot] = None
+        del self._index[self._keys.get(slot)]
         self._to(slot, state)
 
     def check_integrity(self) -> None:
@@ -267,10 +312,12 @@ class SlotTable:
         ready = set(states[READY])
         if self._counts != [len(slots) for slots in states]:
             raise IntegrityError(f"counts {self._counts} differ from the states {[len(s) for s in states]}")
-        held = {slot: key for slot, key in enumerate(self._keys) if key is not None}
-        if held.keys() != ready | set(states[WRITING]) or self._index != {key: slot for slot, key in held.items()}:
+        if self._index != {self._keys.get(slot): slot for slot in (*states[READY], *states[WRITING])}:
             raise IntegrityError("slots with a block, states and index disagree")
+        self._pins.check_integrity()
         pinned = self.pinned().keys()
         if pinned - ready - set(states[QUARANTINED]) or len(pinned & ready) != self._pinned_ready:
             raise IntegrityError("a slot is pinned that holds no block, or the count of pinned slots is wrong")
+        if self.entries_only and set(states[QUARANTINED]) - pinned:
+            raise IntegrityError("an entry that was lost has no pin, and did not come free")
         self._policy.check_integrity(ready)

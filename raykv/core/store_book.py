@@ -15,14 +15,26 @@ from raykv.core.fetches import Fetches
 from raykv.core.leases import LeaseBook
 from raykv.core.moves import Moves
 from raykv.core.peer_part import lacking
-from raykv.core.prefix import block_key, longest_prefix
+from raykv.core.prefix import CHUNK, block_key, longest_prefix, tail_first
 from raykv.core.save_jobs import SaveJobs, Settled
 from raykv.core.scrub import Scrub
 from raykv.core.slot_table import SlotState, SlotTable
-from raykv.core.store_plans import BookFigures, Lease, Move, MoveEnd, MovePlan, Place, Published, SavePlan
-from raykv.core.tiers import Tiers
+from raykv.core.store_plans import (
+    BookFigures,
+    Lease,
+    Move,
+    MoveEnd,
+    MovePlan,
+    Place,
+    Published,
+    Row,
+    SavePlan,
+    row_of,
+    runs_of,
+)
+from raykv.core.tiers import OneTable, Tiers
 from raykv.errors import IntegrityError
-from raykv.store_messages import Cascade, Medium
+from raykv.store_messages import HASH_NBYTES, Cascade, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
 
 __all__ = ["Lease", "Move", "MoveEnd", "MovePlan", "Place", "SavePlan", "StoreBook", "block_key"]
@@ -57,11 +69,13 @@ class StoreBook:
 
     # -- start and operators --------------------------------------------------------------------------------
 
-    def recovered(self, tier: int, found: Iterable[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
-        """At the start, before anything else: these slots hold these keys, those are out of use."""
+    def recovered(self, tier: int, found: Sequence[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
+        """At the start, before anything else: these slots hold these keys, oldest first, those are out of use."""
         table = self._tiers.tables[tier]
-        for slot, key in found:
-            table.recovered(slot, key)
+        for at in range(0, len(found), CHUNK):  # about as they were used: prompts in their order, each tail first
+            for slot, key in reversed(found[at : at + CHUNK]):
+                table.recovered(slot, key)
+        for _, key in found:
             self._moves.committed(tier, key)
         for slot in quarantined:
             table.recovered_quarantined(slot)
@@ -92,30 +106,29 @@ class StoreBook:
         request: RequestId,
         fingerprints: Sequence[bytes],
         windows: Sequence[int],
-        hashes: Sequence[bytes],
+        hashes: bytes,
         now: float,
     ) -> Lease | None:
-        """Lease the longest prefix of `hashes` that is READY for every fingerprint (writing rank) and KV group.
+        """Lease the longest prefix of `hashes` (concatenated) that is READY for every fingerprint (writing rank) and
+        KV group.
 
         `windows[g]` 0: the group needs all blocks of the prefix; w > 0: only its last w. A request has one lease: an
         older one is released, also when the answer is None.
         """
         tiers = self._tiers
-        n, places = longest_prefix(tiers.find, fingerprints, windows, hashes)
-        self._counts.update(look_ups=1, hit_blocks=n, missed_blocks=len(hashes) - n)
+        n, rows = longest_prefix(tiers, fingerprints, windows, hashes)
+        counts = self._counts
+        counts["look_ups"] += 1
+        counts["hit_blocks"] += n
+        counts["missed_blocks"] += len(hashes) // HASH_NBYTES - n
         if not n:
-            tiers.unpin(self._leases.drop_request(engine, request))
+            tiers.unpin_runs(self._leases.drop_request(engine, request))
             return None
-        rows = [row for by_group in places for row in by_group]
-        pins = [place for column in zip(*rows, strict=True) for place in column if place is not None]  # block by block
-        slowest = [0] * n
-        for row in rows:
-            slowest = [max(tier, place.tier) if place else tier for tier, place in zip(slowest, row, strict=True)]
-        media = tuple(tiers.media[tier] for tier in slowest)
-        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, n, places, media, tuple(pins))
-        tiers.pin(pins)
-        tiers.read(pins)
-        tiers.unpin(self._leases.grant(lease))
+        flat = [row for by_group in rows for row in by_group]
+        expires = now + self._lease_s
+        lease = Lease(self._leases.next_id(), engine, request, expires, n, rows, tiers.slowest(n, flat))
+        tiers.read(tail_first(flat))
+        tiers.unpin_runs(self._leases.grant(lease))
         return lease
 
     def find(self, key: bytes) -> Place | None:
@@ -136,32 +149,31 @@ class StoreBook:
 
     def release(self, lease: LeaseId) -> None:
         """The lease is over (once loads of it have ended). A second time and an unknown one are fine."""
-        self._tiers.unpin(self._leases.release(lease))
+        self._tiers.unpin_runs(self._leases.release(lease))
 
     def expire(self, now: float) -> int:
         """Release what is past its time; how many leases that were."""
         count, freed = self._leases.expire(now)
-        self._tiers.unpin(freed)
+        self._tiers.unpin_runs(freed)
         return count
 
     def begin_load(
         self, lease: LeaseId, rank: int, indices: Sequence[Sequence[int]]
     ) -> tuple[tuple[Place, ...], ...] | None:
-        """A load of these blocks (by KV group, as LoadJob.indices) starts: where they lie. `rank` as in Lease.places.
+        """A load of these blocks (by KV group, as LoadJob.indices) starts: where they lie. `rank` as in Lease.rows.
 
         None: the lease is over, or it does not cover all of them; the load fails. Else the lease lives until
         `end_load`, which the caller calls exactly once for this call.
         """
         held = self._leases.get(lease)
-        if held is None or not 0 <= rank < len(held.places) or len(indices) != len(held.places[rank]):
+        if held is None or not 0 <= rank < len(held.rows) or len(indices) != len(held.rows[rank]):
             return None
         wanted: list[tuple[Place, ...]] = []
-        for row, group_indices in zip(held.places[rank], indices, strict=True):
-            places = [row[i] if 0 <= i < len(row) else None for i in group_indices]
-            known = tuple(place for place in places if place is not None)
-            if len(known) != len(places):
+        for group, group_indices in enumerate(indices):
+            places = held.places(rank, group, group_indices)
+            if places is None:
                 return None
-            wanted.append(known)
+            wanted.append(places)
         self._leases.begin_use(lease, rank)
         self._counts["loaded_blocks"] += sum(map(len, wanted))
         return tuple(wanted)
@@ -173,11 +185,11 @@ class StoreBook:
         """
         bad = set(bad)
         held = self._leases.in_use(lease, rank)
-        if held is None or not bad <= set(held.pins):
+        if held is None or not all(map(held.covers, bad)):
             raise IntegrityError(f"no load of rank {rank} under lease {lease} reads {sorted(bad)}")
         found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
         self._counts["loaded_blocks"] -= len(bad)
-        self._tiers.unpin(self._leases.end_use(lease, rank))
+        self._tiers.unpin_runs(self._leases.end_use(lease, rank))
         return found
 
     # -- saves ----------------------------------------------------------------------------------------------
@@ -198,13 +210,15 @@ class StoreBook:
                 known.append(i)
             else:
                 wanted.setdefault(key, i)
-        self._tiers.use(kept)
-        self._tiers.pin(kept)  # making room must not take what the job counts on
+        runs = runs_of(kept)
+        self._tiers.use(reversed(runs))  # the tail first: without its prefix it is worth nothing
+        self._tiers.pin_runs(runs)  # making room must not take what the job counts on
         clear = self._tiers.make_room(tier, len(wanted))
-        self._tiers.unpin(kept)
+        self._tiers.unpin_runs(runs)
         written = dict(list(wanted.items())[: table.free])
-        slots = table.reserve(list(written)) or []
-        write = [(i, Place(tier, slot)) for i, slot in zip(written.values(), slots, strict=True)]
+        in_rows = sorted(written, key=row_of)  # a look-up goes by runs of one row
+        slot_of = dict(zip(in_rows, table.reserve(in_rows) or (), strict=True))
+        write = [(i, Place(tier, slot_of[key])) for key, i in written.items()]
         fresh = set(known).union(written.values())
         twice = [i for i, key in enumerate(keys) if i not in fresh and key in written]
         skipped = [i for i, key in enumerate(keys) if i not in fresh and key not in written]
@@ -241,7 +255,7 @@ class StoreBook:
 
     def end_engine(self, engine: EngineId) -> None:
         """The engine is gone: its leases are over, its uncommitted jobs are aborted."""
-        self._tiers.unpin(self._leases.end_engine(engine))
+        self._tiers.unpin_runs(self._leases.end_engine(engine))
         self._settle(self._jobs.end_engine(engine))
 
     def _settle(self, settled: Settled) -> list[Published]:
@@ -280,9 +294,9 @@ class StoreBook:
 
     def lease_nothing(self, engine: EngineId, request: RequestId, ranks: int, groups: int, now: float) -> LeaseId:
         """A lease of no block, for a prefix of which all lies at a peer. Else it is as one of `look_up`."""
-        places: tuple[tuple[tuple[Place | None, ...], ...], ...] = (((),) * groups,) * ranks
-        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, 0, places, (), ())
-        self._tiers.unpin(self._leases.grant(lease))
+        rows = ((Row(0, ()),) * groups,) * ranks
+        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, 0, rows, ())
+        self._tiers.unpin_runs(self._leases.grant(lease))
         return lease.id
 
     def holds(self, lease: LeaseId) -> bool:
@@ -295,39 +309,33 @@ class StoreBook:
         number: RequestId,
         fingerprints: Sequence[bytes],
         windows: Sequence[int],
-        hashes: Sequence[bytes],
+        hashes: bytes,
         first: int,
         most: int,
         expires: float,
     ) -> Lease | None:
-        """Lease the longest prefix in the fastest tier to a peer that has `first` blocks: what it lacks of them.
+        """Lease the longest prefix in the fastest tier to a peer that has `first` blocks: of it what that one lacks.
 
         None if it is not longer than that, or if more than `most` slots would be pinned. No look-up of an engine's,
         so none of its figures.
         """
-        tier = self._tiers.fastest
+        tiers = self._tiers
+        tier = tiers.fastest
         if tier is None:
             return None
-        table = self._tiers.tables[tier]
-
-        def find(key: bytes) -> Place | None:
-            slot = table.find(key)
-            return Place(tier, slot) if slot is not None else None
-
-        n, places = longest_prefix(find, fingerprints, windows, hashes)
+        n, rows = longest_prefix(OneTable(tier, tiers.tables[tier]), fingerprints, windows, hashes)
         if n <= first:
             return None
         ranges = lacking(windows, first, n)
         lent = tuple(
-            tuple(tuple(row[i] for i in wanted) for row, wanted in zip(rows, ranges, strict=True)) for rows in places
+            tuple(row.past(wanted.start) for row, wanted in zip(by_group, ranges, strict=True)) for by_group in rows
         )
-        pins = tuple(place for rows in lent for row in rows for place in row if place is not None)
-        if len(pins) > most:
+        lease = Lease(self._leases.next_id(), borrower, number, expires, n, lent, (tiers.media[tier],) * n)
+        if lease.num_pins > most:
             return None
-        lease = Lease(self._leases.next_id(), borrower, number, expires, n, lent, (), pins)
-        self._tiers.pin(pins)
-        self._tiers.use(pins)
-        self._tiers.unpin(self._leases.grant(lease))
+        tiers.pin_runs(lease.runs())
+        tiers.use(tail_first([row for by_group in lent for row in by_group]))
+        tiers.unpin_runs(self._leases.grant(lease))
         return lease
 
     def begin_fetch(self, keys: Sequence[bytes]) -> tuple[list[Place | None], list[Place]]:

@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from raykv.core.slot_table import SlotState, SlotTable
-from raykv.core.store_plans import Place, Published, TierFigures
+from raykv.core.store_plans import Place, Published, Row, Run, TierFigures, row_of, runs_of
 from raykv.errors import IntegrityError
-from raykv.store_messages import Medium
+from raykv.store_messages import HASH_NBYTES, Medium
 
 WINDOW = 256
 """So many more of the coldest blocks than are needed are looked at for those that lie in a slower tier too. Without an
 end, one save could go through a whole tier; and to keep a cold block at the price of a hot one is a poor trade."""
+
+
+class OneTable:
+    """What lies in one tier alone, as an index for `prefix.longest_prefix`."""
+
+    def __init__(self, tier: int, table: SlotTable) -> None:
+        self._tier, self._table = tier, table
+
+    def find(self, key: bytes) -> Place | None:
+        slot = self._table.find(key)
+        return Place(self._tier, slot) if slot is not None else None
+
+    def run(self, head: bytes, hashes: bytes, first: int) -> Run | None:
+        found = self._table.run(head, hashes, first)
+        return Run(self._tier, *found) if found is not None else None
 
 
 class Tiers:
@@ -56,6 +71,41 @@ class Tiers:
         place = self.find(key)
         return place is not None and place.tier not in self.shared
 
+    def run(self, head: bytes, hashes: bytes, first: int) -> Run | None:
+        """The fastest place where block `first` of a prompt is READY, with those behind it that lie in a row there and
+        nowhere faster. See `prefix.Index`."""
+        for at, tier in enumerate(self.serving):
+            found = self.tables[tier].run(head, hashes, first)
+            if found is not None:
+                slot, count = found
+                return Run(tier, slot, self._until_faster(at, head, hashes, first, count) if at else count)
+        return None
+
+    def _until_faster(self, at: int, head: bytes, hashes: bytes, first: int, count: int) -> int:
+        """How many of these blocks come before one that is READY in a tier before number `at` of those that serve."""
+        numbers = range(first + 1, first + count)
+        keys = [head + hashes[HASH_NBYTES * i : HASH_NBYTES * (i + 1)] for i in numbers]
+        faster = [self.tables[tier] for tier in self.serving[:at]]
+        if not any(table.holds_any(keys) for table in faster):
+            return count
+        up = (i for i, key in enumerate(keys, 1) if any(table.find(key) is not None for table in faster))
+        return next(up, count)
+
+    def slowest(self, n: int, rows: Sequence[Row]) -> tuple[Medium, ...]:
+        """By block of a prefix: the slowest medium that a row has it in."""
+        tiers = sorted({run.tier for row in rows for run in row.runs})
+        if len(tiers) == 1:
+            return (self.media[tiers[0]],) * n
+        found = bytearray((tiers[0],)) * n
+        for tier in tiers[1:]:  # the slower one comes later and overwrites
+            for row in rows:
+                at = row.first
+                for run in row.runs:
+                    if run.tier == tier:
+                        found[at : at + run.length] = bytes((tier,)) * run.length
+                    at += run.length
+        return tuple([self.media[tier] for tier in found])
+
     def being_written(self, key: bytes) -> bool:
         """For a block that is READY nowhere: whether it is under way."""
         return any(self.tables[tier].holds(key) for tier in self.serving)
@@ -79,23 +129,29 @@ class Tiers:
             self._off[tier] = why or "switched off"
 
     def pin(self, places: Iterable[Place]) -> None:
-        for place in places:
-            self.tables[place.tier].pin(place.slot)
+        self.pin_runs(runs_of(places))
 
     def unpin(self, places: Iterable[Place]) -> None:
-        for place in places:
-            self.tables[place.tier].unpin(place.slot)
+        self.unpin_runs(runs_of(places))
 
-    def use(self, places: Sequence[Place]) -> None:
-        """Blocks of a prompt were asked for, in its order. The tail first: without its prefix it is worth nothing."""
-        for place in reversed(places):
-            self.tables[place.tier].use(place.slot)
+    def pin_runs(self, runs: Iterable[Run]) -> None:
+        for tier, slot, count in runs:
+            self.tables[tier].pin(slot, count)
 
-    def read(self, places: Sequence[Place]) -> None:
-        """Blocks of a prompt were found, in its order."""
-        self.use(places)
-        for place in places:
-            self.hits[place.tier] += 1
+    def unpin_runs(self, runs: Iterable[Run]) -> None:
+        for tier, slot, count in runs:
+            self.tables[tier].unpin(slot, count)
+
+    def use(self, runs: Iterable[Run]) -> None:
+        """Blocks of a prompt were asked for; what comes last is kept longest (see `prefix.tail_first`)."""
+        for tier, slot, count in runs:
+            self.tables[tier].use(slot, count)
+
+    def read(self, runs: Iterable[Run]) -> None:
+        """Blocks of a prompt were found and are pinned; in the order of `use`."""
+        for tier, slot, count in runs:
+            self.tables[tier].read(slot, count)
+            self.hits[tier] += count
 
     def publish(self, places: Sequence[Place]) -> list[Published]:
         """Blocks of a prompt are complete, in its order; added as they are used, tail first."""
@@ -120,7 +176,7 @@ class Tiers:
         table = self.tables[tier]
         new = [key for key in dict.fromkeys(keys) if not table.holds(key)] if tier in self.serving else []
         forgotten = self.make_room(tier, len(new))
-        new = new[: table.free]
+        new = sorted(new[: table.free], key=row_of)  # a look-up goes by runs of one row
         places = [Place(tier, slot) for slot in table.reserve(new) or []]
         return self.publish(places), forgotten
 

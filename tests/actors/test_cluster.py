@@ -48,17 +48,20 @@ def connect(address: str | None = None, setup: str = "", **env: str) -> str:
 EMPTY = "cluster.ray_processes = lambda: []"
 
 
+@pytest.mark.process
 def test_no_cluster_names_the_one_command() -> None:
     said = connect(setup=EMPTY)
     assert said.startswith("refused") and "`raykv start`" in said and "RAY_ADDRESS" in said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1", "local", "here:port"])
 def test_an_address_that_is_none(address: str) -> None:
     said = connect(address)
     assert said.startswith("refused") and repr(address) in said and "host:port" in said
 
 
+@pytest.mark.process
 def test_nothing_listens_there(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     started = time.monotonic()
@@ -67,6 +70,7 @@ def test_nothing_listens_there(tmp_path: Path) -> None:
     assert said.startswith("refused") and address in said and "Connection refused" in said and "`raykv start`" in said
 
 
+@pytest.mark.process
 def test_something_else_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -74,6 +78,7 @@ def test_something_else_listens_there() -> None:
     assert said.startswith("refused") and address in said and "does not answer as a Ray head" in said
 
 
+@pytest.mark.process
 def test_several_clusters_must_be_told_apart(tmp_path: Path) -> None:
     two = (
         "from raykv.actors.processes import RayProcess\n"

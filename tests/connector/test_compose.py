@@ -181,31 +181,167 @@ def test_vllm_hears_of_it_after_the_last_rank_of_the_last_child(
         assert len(bench.received()) == 1
 
 
-@pytest.mark.parametrize("failing", "AB")
 @pytest.mark.parametrize("first", [True, False])
-def test_a_failed_part_fails_the_load_after_the_other_has_ended(
-    failing: str, first: bool, ranks: int, hosted: bool, overlap: bool
+def test_a_failed_first_part_fails_the_load_after_the_other_has_ended(
+    first: bool, ranks: int, hosted: bool, overlap: bool
 ) -> None:
-    other = "B" if failing == "A" else "A"
+    """B can't stand in: it loads to its own end only. So it is asked for all of it."""
     # vLLM keeps free what a request whose load failed needs, and asks for another load only beside that.
     with bench_of(by_hand(hosted, child), ranks, overlap, num_blocks=128) as bench:
         bench.add(600)
         bench.wait_for_kv("r0")
-        reports = [(failing, "recv_failed"), (other, "recv")]
-        for name, kind in reports if first else reports[::-1]:
-            assert bench.status("r0") == "WAITING_FOR_REMOTE_KVS" and bench.used_blocks == 32
-            bench.child(name).report(kind, "r0")
-            bench.step(6)
+        fail(bench, "A", "B", first)
         assert [heard.failed for heard in bench.heard if heard.failed] == [{"r0"}]
         assert len(bench.received()) == 1
-        again = 512 if failing == "A" else 96
-        bench.until(lambda: told(bench, other)[1:] == [again], "the other child to load alone")
+        bench.until(lambda: told(bench, "B")[1:] == [512], "the other child to load alone")
         bench.step(4)
-        bench.child(other).report("recv", "r0")
+        bench.child("B").report("recv", "r0")
         bench.finish("r0")
-        assert len(told(bench, failing)) == 1, "what has failed is not asked again"
-        assert bench.total(failing, "load_failures") == 1 and bench.total(other, "load_failures") == 0
-        assert (bench.total(failing, "tokens_loaded"), bench.total(other, "tokens_loaded")) == (0, again)
+        assert len(told(bench, "A")) == 1, "what has failed is not asked again"
+        assert bench.total("A", "load_failures") == 1 and bench.total("B", "load_failures") == 0
+        assert (bench.total("A", "tokens_loaded"), bench.total("B", "tokens_loaded")) == (0, 512)
+
+
+def fail(bench: Bench, failing: str, other: str, first: bool = True) -> None:
+    """The parts of r0's load end, one of them badly."""
+    reports = [(failing, "recv_failed"), (other, "recv")]
+    for name, kind in reports if first else reports[::-1]:
+        assert bench.status("r0") == "WAITING_FOR_REMOTE_KVS" and bench.used_blocks == 32
+        bench.child(name).report(kind, "r0")
+        bench.step(6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_lies_in_front_of_a_failed_part_is_kept(
+    first: bool, policy: str, ranks: int, hosted: bool, overlap: bool
+) -> None:
+    transfer = {"kv_load_failure_policy": policy}
+    with bench_of(by_hand(hosted, child), ranks, overlap, transfer=transfer, num_blocks=128) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        fail(bench, "B", "A", first)
+        bench.finish("r0")
+        assert [len(heard.invalid) for heard in bench.heard if heard.invalid] == [26]
+        assert len(bench.received()) == 1 and not any(heard.failed for heard in bench.heard)
+        assert (told(bench, "A"), told(bench, "B")) == ([96], [416])
+        assert (bench.total("A", "tokens_loaded"), bench.total("B", "tokens_loaded")) == (96, 0)
+        assert (bench.results["r0"].reason.name == "ERROR") == (policy == "fail")
+        assert bench.runner.corrupt == []
+
+
+def test_nothing_is_kept_with_several_kv_groups(ranks: int, hosted: bool) -> None:
+    """Their block ids are ambiguous, so all of the load has failed."""
+    with bench_of(by_hand(hosted, child), ranks, window=64, num_blocks=256) as bench:
+        bench.child("A").auto = bench.child("B").auto = True
+        bench.child("B").failing = "request"
+        bench.add(600)
+        bench.run()
+        assert not any(heard.invalid for heard in bench.heard)
+        assert [heard.failed for heard in bench.heard if heard.failed] == [{"r0"}]
+        assert told(bench, "A") == [96, 96]
+
+
+# -- somebody else has what failed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("pending", [0, 3])
+def test_another_contributor_stands_in(first: bool, pending: int, ranks: int, hosted: bool, overlap: bool) -> None:
+    with bench_of(by_hand(hosted), ranks, overlap) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        bench.child("B").pending = pending
+        bench.child("B").asked.clear()
+        fail(bench, "A", "B", first)
+        bench.until(lambda: told(bench, "B") == [416, 96], "B to load the part of A")
+        bench.step(6)
+        assert bench.status("r0") == "WAITING_FOR_REMOTE_KVS" and bench.heard == []
+        bench.child("B").report("recv", "r0")
+        bench.finish("r0")
+        assert len(bench.received()) == 1 and not any(heard.failed or heard.invalid for heard in bench.heard)
+        blocks = [block for _, block in bench.child("B").written]
+        assert len(blocks) == len(set(blocks)) == 32
+        assert (bench.total("A", "tokens_loaded"), bench.total("B", "tokens_loaded")) == (0, 512)
+
+
+def three(hosted: bool, c: int) -> list[dict[str, Any]]:
+    return [*by_hand(hosted, child), ranged("C", hosted, hit=c, auto=False)]
+
+
+@pytest.mark.parametrize("failing", "AB")
+def test_a_child_without_a_part_stands_in(failing: str, ranks: int, hosted: bool, overlap: bool) -> None:
+    with bench_of(three(hosted, 512), ranks, overlap) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        assert told(bench, "C") == []
+        fail(bench, failing, "B" if failing == "A" else "A")
+        missing = 96 if failing == "A" else 416
+        bench.until(lambda: told(bench, "C") == [missing], "C to load the part")
+        bench.step(4)
+        bench.child("C").report("recv", "r0")
+        bench.finish("r0")
+        assert len(bench.received()) == 1 and not any(heard.failed or heard.invalid for heard in bench.heard)
+        assert sum(bench.total(name, "tokens_loaded") for name in "ABC") == 512
+
+
+@pytest.mark.parametrize(("c", "asked"), [(300, True), (512, False)])
+def test_who_has_not_all_of_the_part_or_is_not_to_be_asked_does_not_stand_in(
+    c: int, asked: bool, hosted: bool, overlap: bool
+) -> None:
+    with bench_of(three(hosted, c), overlap=overlap) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        if not asked:
+            bench.half.children[2].mark_down()
+        fail(bench, "B", "A")
+        bench.finish("r0")
+        assert told(bench, "C") == [] and [len(heard.invalid) for heard in bench.heard if heard.invalid] == [26]
+        assert bench.child("C").allocated[-1] == ("r0", 0)
+
+
+def test_a_stand_in_that_never_answers_is_not_waited_for(hosted: bool, overlap: bool) -> None:
+    with bench_of(three(hosted, 512), overlap=overlap) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        bench.child("C").pending = -1
+        bench.half.loads.retries._limits = [1e-9] * 3
+        fail(bench, "B", "A")
+        bench.finish("r0")
+        assert told(bench, "C") == [] and [len(heard.invalid) for heard in bench.heard if heard.invalid] == [26]
+
+
+def test_a_stand_in_that_fails_too(ranks: int, hosted: bool, overlap: bool) -> None:
+    with bench_of(three(hosted, 512), ranks, overlap, num_blocks=128) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        fail(bench, "B", "A")
+        bench.until(lambda: told(bench, "C") == [416], "C to load the part")
+        bench.step(4)
+        bench.child("C").report("recv_failed", "r0")
+        bench.finish("r0")
+        assert [len(heard.invalid) for heard in bench.heard if heard.invalid] == [26]
+        assert (bench.total("A", "tokens_loaded"), bench.total("C", "tokens_loaded")) == (96, 0)
+        assert bench.total("B", "load_failures") == bench.total("C", "load_failures") == 1
+
+
+@pytest.mark.parametrize("when", ["asked", "loading"])
+def test_an_abort_while_somebody_stands_in(when: str, ranks: int, hosted: bool, overlap: bool) -> None:
+    with bench_of(three(hosted, 512), ranks, overlap) as bench:
+        bench.add(600)
+        bench.wait_for_kv("r0")
+        bench.child("C").pending = -1 if when == "asked" else 0
+        fail(bench, "B", "A")
+        if when == "loading":
+            bench.until(lambda: told(bench, "C") == [416], "C to load the part")
+            bench.step(4)
+        bench.abort("r0")
+        bench.step(6)
+        if when == "loading":
+            assert bench.used_blocks == 32, "C still writes"
+            bench.child("C").report("recv", "r0")
+        bench.run()
+        assert bench.used_blocks == 0 and len(bench.received()) == 1
 
 
 @pytest.mark.parametrize("dies", "AB")
@@ -221,8 +357,12 @@ def test_the_death_of_one_host_waits_for_the_other_childs_load(dies: str, ranks:
         assert bench.status("r0") == "WAITING_FOR_REMOTE_KVS" and bench.received() == []
         other = bench.child("B" if dies == "A" else "A")
         other.report("recv", "r0")
-        bench.until(lambda: len(bench.received()) == 1, "the failure to be told")
-        assert [heard.failed for heard in bench.heard if heard.failed] == [{"r0"}]
+        if dies == "A":  # then B has its part too, and stands in
+            bench.until(lambda: told(bench, "B") == [416, 96], "B to load the part of A")
+            bench.step(4)
+            other.report("recv", "r0")
+        bench.until(lambda: len(bench.received()) == 1, "the end of the load")
+        assert [len(heard.invalid) for heard in bench.heard if heard.invalid] == ([] if dies == "A" else [26])
         other.auto = True
         bench.finish("r0")
 
@@ -291,7 +431,29 @@ def test_a_load_of_a_tier_and_another_child_fails(failing: str, ranks: int, host
             bench.child("B").failing = "request"
         bench.add(prompt + list(range(3, 480)), name="long")
         bench.run()
-        assert [heard.failed for heard in bench.heard if heard.failed] == [{"long"}]
+        assert [heard.failed for heard in bench.heard if heard.failed] == ([{"long"}] if failing == "tier" else [])
+        assert [len(heard.invalid) for heard in bench.heard if heard.invalid] == ([] if failing == "tier" else [26])
         assert told(bench, "B") == ([416, 512] if failing == "tier" else [416])
         assert bench.total(failing, "load_failures") == 1
-        assert bench.total("tier", "tokens_loaded") in ((0,) if failing == "tier" else (0, 96))
+        assert bench.total("tier", "tokens_loaded") == (0 if failing == "tier" else 96)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tier_stands_in(window: int | None, late: bool, ranks: int, hosted: bool, overlap: bool) -> None:
+    options = {"ranks": ranks, "async_scheduling": overlap, "raykv": COMPOSE, "window": window}
+    with TierBench([ranged("A", hosted, hit=0)], num_blocks=256, **options) as bench:
+        prompt = bench.results[bench.add(300, max_tokens=1)].prompt
+        bench.forget_locally()
+        bench.child("A").hit, bench.child("A").auto = 100, False
+        bench.add(prompt, name="again")
+        bench.wait_for_kv("again")
+        bench.store.hold_answers = late
+        bench.child("A").report("recv_failed", "again")
+        bench.step(8)
+        assert bench.status("again") == "WAITING_FOR_REMOTE_KVS" or not late
+        bench.store.hold_answers = False
+        bench.run()
+        assert [load.indices[0] for load in bench.store.loaded] == [tuple(range(6, 18)), tuple(range(6))]
+        assert not any(heard.failed or heard.invalid for heard in bench.heard) and len(bench.received()) == 1
+        assert (bench.total("A", "tokens_loaded"), bench.total("tier", "tokens_loaded")) == (0, 288)

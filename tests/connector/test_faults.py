@@ -87,3 +87,14 @@ def test_a_host_that_hangs_is_replaced(ranks: int, overlap: bool) -> None:
         bench.add(100, seed=2)
         bench.run()
         assert len(bench.child("A").written) == written + 4
+
+
+def test_what_an_inline_child_owes_is_not_lost_with_its_plan(overlap: bool) -> None:
+    """It raises in the very step that tells its worker half of the send that it owes for r0."""
+    with Bench([child("A", False, saves=True, late=True, owes=True)], async_scheduling=overlap) as bench:
+        bench.child("A").auto_send = True
+        bench.add(60, max_tokens=2)
+        bench.finish("r0")
+        bench.child("A").raises["update_state_after_alloc"] += 1
+        bench.add(60, seed=1, max_tokens=2)
+        bench.run()

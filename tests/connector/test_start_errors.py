@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
 
-from raykv.connector import RayMultiConnector
+from raykv.connector import RayMultiConnector, start_up
 from raykv.errors import ConfigError
 from tests.support.configs import example_child, multi
 from tests.support.fake_config import child, kv_cache_config, vllm_config
 from tests.support.fake_control import controls
 from tests.support.fake_worker import Bench
+from tests.support.models import tiny_llama
+from tests.support.tier_bench import tier_child
 
 pytestmark = pytest.mark.vllm
 
@@ -91,6 +95,13 @@ def test_a_synchronous_child_beside_an_inline_saver_on_two_ranks(role: KVConnect
 
 
 @BOTH_HALVES
+def test_a_synchronous_child_beside_a_tier_on_two_ranks(role: KVConnectorRole) -> None:
+    """A rank may save to it before it knows: the store commits what no rank dropped."""
+    config = vllm_config({**multi([tier_child(), example_child("somewhere")]), "engine_id": "e"}, ranks=2)
+    assert start_up.checked_config(config, kv_cache_config(64)).children
+
+
+@BOTH_HALVES
 def test_a_synchronous_child_on_a_hybrid_model(role: KVConnectorRole) -> None:
     text = refusal([child("A"), example_child("somewhere")], role, window=32)
     assert "ExampleConnector" in text
@@ -120,3 +131,35 @@ def test_a_module_path_that_is_wrong(module: str) -> None:
     entry = child("A") | {"kv_connector_module_path": module}
     text = refusal([entry])
     assert module in text and "FakeChild" in text
+
+
+# -- where the config is made, before there is an engine ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("connector", "by_name"),
+    [
+        ("MultiConnector", False),  # by its name alone it is vLLM's
+        ("RayMultiConnector", False),
+        ("RayMultiConnector", True),
+        ("TierConnector", False),
+        ("TierConnector", True),
+    ],
+)
+def test_the_process_that_makes_the_config_says_so(connector: str, by_name: bool) -> None:
+    wrong = {**tier_child(), "kv_role": "kv_both"}
+    wrong["kv_connector_extra_config"]["casacde"] = "write"
+    config = wrong if connector == "TierConnector" else {**multi([wrong]), "kv_connector": connector}
+    config["kv_connector_module_path"] = None if by_name else "raykv.connector"
+    arguments = EngineArgs(
+        model=str(tiny_llama()), skip_tokenizer_init=True, kv_transfer_config=KVTransferConfig(**config)
+    )
+    with pytest.raises(ConfigError, match=r"casacde.*cascade") as caught:
+        arguments.create_engine_config()
+    assert connector == "TierConnector" or "Child TierConnector" in str(caught.value)
+
+
+def test_the_options_of_a_tier_that_is_a_child_pass() -> None:
+    """vLLM asks for the class of each child of a MultiConnector with the child's own JSON."""
+    config = KVTransferConfig(**multi([tier_child(raykv={"name": "tier"})]))
+    assert KVConnectorFactory.supports_hma_config(config)

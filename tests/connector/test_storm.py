@@ -101,7 +101,9 @@ class Storm:
         elif kind == "die" and processes:
             rng.choice(processes).die()
         elif kind == "raise":
-            hooks = ["get_num_new_matched_tokens", "update_state_after_alloc", "request_finished", "take_events"]
+            hooks = ["get_num_new_matched_tokens", "update_state_after_alloc", "take_events"]
+            if control.name != "late":  # it would not say that it still reads, and nothing else does
+                hooks.append("request_finished")
             control.raises[rng.choice(hooks)] += 1
         elif kind == "reset":
             bench.scheduler.reset_prefix_cache()

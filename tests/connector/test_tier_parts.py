@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import raykv.connector
 from raykv.config import RunMode, parse
+from raykv.config.tiers import TierOptions, parse_tiers
 from raykv.connector import TierConnector, plugin, tier_setup
 from raykv.connector.tier_jobs import TierJobs
+from raykv.connector.tier_known import block_key
 from raykv.connector.tier_lookups import Outcome, TierLookUps
 from raykv.connector.tier_metadata import TierLoad, TierMetadata, TierWorkerMeta
-from raykv.connector.tier_scheduler import block_key
 from raykv.connector.tier_stats import TierStats, loaded
 from raykv.connector.tier_worker import TierWorker, WorkerFacts
 from raykv.errors import ConfigError, IntegrityError, StoreError
@@ -328,7 +330,7 @@ def test_each_hook_was_decided_about() -> None:
     known = public_hooks(KVConnectorBase_V1) | public_hooks(SupportsHMA)
     own = {name for name in vars(TierConnector) if not name.startswith("_")}
     assert known - own == AS_THE_BASE
-    assert own - known == NEW_IN_033
+    assert own - known == NEW_IN_033 | {"raykv_is_inner"}
 
 
 def test_signatures_are_those_of_the_base() -> None:
@@ -352,6 +354,47 @@ def test_as_a_child_it_runs_inline(module: str | None) -> None:
     with pytest.raises(ConfigError, match="the node's store does its work"):
         parse(multi([{**tier_child(raykv={"run": "actor"}), "kv_connector_module_path": module}]))
     assert parse(multi([{**child, "kv_connector_module_path": "mine"}])).children[0].options.run is RunMode.ACTOR
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "left"),
+    [
+        ("kv_both", {}, "kv_both"),
+        ("kv_both", {"save": "none"}, "kv_consumer"),
+        ("kv_both", {"load": False}, "kv_producer"),
+        ("kv_consumer", {"save": "none"}, "kv_consumer"),
+        ("kv_producer", {"load": False}, "kv_producer"),
+        ("kv_producer", {"save": "none"}, None),
+        ("kv_consumer", {"load": False}, None),
+        ("kv_both", {"load": False, "save": "none"}, None),
+    ],
+)
+def test_the_options_of_a_child_become_its_role(role: str, options: dict[str, Any], left: str | None) -> None:
+    config = multi([tier_child(role, raykv=options)])
+    if left is None:
+        with pytest.raises(ConfigError, match="child TierConnector neither loads nor saves"):
+            parse(config)
+    else:
+        (child,) = parse(config).children
+        assert child.role == role and child.kv_transfer_kwargs()["kv_role"] == left
+
+
+def test_a_child_joins_the_cluster_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"ray_address": "10.0.0.1:6379", "namespace": "blue"}
+    one, own, theirs = parse(
+        multi([tier_child(), tier_child(namespace="red"), {"kv_connector": "ExampleConnector"}], raykv=whole)
+    ).children
+    assert parse_tiers(own.extra).namespace == "red" and parse_tiers(own.extra).ray_address == "10.0.0.1:6379"
+    assert theirs.extra == {}
+    (alone,) = parse(multi([tier_child()])).children
+    assert parse_tiers(alone.extra) == TierOptions(parse_tiers(alone.extra).store)
+    joined: list[Any] = []
+    monkeypatch.setattr(
+        tier_setup.cluster, "connect", lambda *args, **kw: joined.append((args, kw)) or SimpleNamespace(node_id="n")
+    )
+    monkeypatch.setattr(tier_setup.store_handle, "open_store", lambda *args, **kw: joined.append((args[1:], kw)))
+    tier_setup.open_store(parse_tiers(one.extra))
+    assert joined == [(("10.0.0.1:6379",), {"namespace": "blue"}), (("n",), {"namespace": "blue"})]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
+from raykv.core.idle_pause import IdlePause
+from raykv.core.lookups import LookupBook
 from raykv.store_messages import Medium
 from tests.support import fake_worker
 from tests.support.fake_store_link import FakeStore
@@ -184,6 +188,31 @@ def test_roles(bench_of: Benches, role: str) -> None:
         assert bool(bench.store.asked) == (role == "kv_consumer")
 
 
+@pytest.mark.parametrize("options", [{"save": "none"}, {"load": False}], ids=str)
+def test_a_child_plans_nothing_that_it_is_not_to_do(options: dict[str, Any], ranks: int, overlap: bool) -> None:
+    with TierBench([], tier=tier_child(raykv=options), ranks=ranks, async_scheduling=overlap) as bench:
+        bench.add(100)
+        bench.run()
+        assert bool(bench.store.saved) == ("load" in options) and bool(bench.store.asked) == ("save" in options)
+        assert bench.tier_total("saves_failed") == 0 and not any(one.aborts for one in bench.store.settled)
+
+
+def test_a_step_that_runs_nothing_sleeps_once(bench_of: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: Counter[int] = Counter()
+
+    def before_step(self: IdlePause, idle: bool, awaited: bool, now: float) -> float:
+        pauses[bench.steps] += idle
+        return 0.0
+
+    monkeypatch.setattr(IdlePause, "before_step", before_step)
+    with bench_of() as bench:
+        bench.store.hold_jobs = True
+        bench.add(160)
+        bench.finish("r0")
+        bench.step(5)
+        assert sum(pauses.values()) >= 4 and max(pauses.values()) == 1
+
+
 def test_an_adapters_blocks_are_this_engines_own(bench_of: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM knows an adapter by its name and path: another engine, or this one later, may find other weights there."""
     adapter = LoRARequest("adapter", 1, "/adapter")
@@ -209,3 +238,25 @@ def test_after_a_reset_nothing_of_before_is_found(bench_of: Benches) -> None:
             bench.run()
             bench.forget_locally()
             assert len(bench.store.loaded) == loads
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_reset_between_the_promise_of_a_load_and_its_blocks(
+    bench_of: Benches, remembered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`remembered`: even if vLLM or a MultiConnector keeps to the promise, the request does not wait for ever."""
+    if remembered:
+        monkeypatch.setattr(LookupBook, "clear", lambda self: None)
+    with bench_of() as bench:
+        bench.add(160)
+        bench.forget_locally()
+        manager = bench.scheduler.kv_cache_manager
+        allocate, manager.allocate_slots = manager.allocate_slots, lambda *args, **more: None
+        bench.add(bench.results["r0"].prompt, max_tokens=20)
+        bench.step()
+        assert bench.status("r1") == "WAITING" and len(bench.store.leases) == 1
+        assert bench.scheduler.reset_connector_cache()
+        manager.allocate_slots = allocate
+        bench.run()
+        kept = remembered and not bench.alone
+        assert bench.store.loaded == [] and bench.tier_total("loads_failed") == kept

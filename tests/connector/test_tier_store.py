@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raykv.actors.store_link import StoreAsker, StoreWorkerLink
-from raykv.config.tiers import parse_tiers
 from raykv.store_messages import Medium
-from tests.support.in_process_store import InProcessStore
+from tests.support.real_store import PATIENCE_S, RealStore, wait
 from tests.support.tier_bench import BENCHES, Benches, TierBench, tier_child
 
 pytestmark = pytest.mark.vllm
-PATIENCE_S = 30.0
-
-
-def wait(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
-
-
-class RealStore:
-    """A NodeStore as `TierBench` sees one; several engines may use it."""
-
-    hold_answers = hold_jobs = False
-
-    def __init__(self, folder: Path, tiers: list[dict[str, Any]]) -> None:
-        options = parse_tiers({"tiers": tiers})
-        (folder / "shm").mkdir()
-        self.process = InProcessStore(options.store, folder / "shm")
-        self.askers: list[StoreAsker] = []
-
-    def new_asker(self, options: Any, engine: Any) -> StoreAsker:
-        asker = StoreAsker(self.process, engine, 5.0)
-        wait(lambda: asker.up, "the store to answer")
-        self.askers.append(asker)
-        return asker
-
-    def new_link(self, options: Any, attach: Any) -> StoreWorkerLink:
-        return StoreWorkerLink(self.process, attach, 5.0, 5.0)
-
-    def touching(self, blocks: Iterable[int]) -> list[str]:
-        return []
-
-    def status(self) -> Any:
-        return self.process.call("status", timeout=PATIENCE_S)
-
-    def used(self, medium: Medium) -> int:
-        return next(tier.used for tier in self.status().tiers if tier.medium is medium)
-
-    def check_empty(self) -> None:
-        wait(lambda: self.status().leases == 0, "all leases to be given back")
-        wait(lambda: all(tier.writing == 0 for tier in self.status().tiers), "all jobs to be settled")
-        self.process.call("check_integrity", timeout=PATIENCE_S)
 
 
 @pytest.fixture

@@ -5,25 +5,24 @@ from __future__ import annotations
 import pytest
 
 from raykv.core.leases import LeaseBook
-from raykv.core.store_plans import Lease, Place
+from raykv.core.store_plans import Lease, Place, Row, Run
 from raykv.errors import IntegrityError
 from raykv.store_messages import Medium
 from raykv.types import EngineId, LeaseId, RequestId
 
 E, OTHER = EngineId("e"), EngineId("other")
-A, B = Place(0, 1), Place(1, 2)
+A, B = Run(0, 1, 1), Run(1, 2, 3)
 
 
-def grant(book: LeaseBook, request: str = "r", pins: tuple[Place, ...] = (A, B), **fields: object) -> LeaseId:
+def grant(book: LeaseBook, request: str = "r", pins: tuple[Run, ...] = (A, B), **fields: object) -> LeaseId:
     lease = Lease(
         id=book.next_id(),
         engine=fields.get("engine", E),  # type: ignore[arg-type]
         request=RequestId(request),
         expires=fields.get("expires", 10.0),  # type: ignore[arg-type]
-        num_blocks=len(pins),
-        places=((pins,),),
-        media=(Medium.HOST,) * len(pins),
-        pins=pins,
+        num_blocks=sum(run.length for run in pins),
+        rows=((Row(0, pins),),),
+        media=(Medium.HOST,) * sum(run.length for run in pins),
     )
     book.grant(lease)
     book.check_integrity()
@@ -34,7 +33,7 @@ def test_a_released_lease_gives_its_pins_back_once() -> None:
     book = LeaseBook()
     lease = grant(book)
     assert book.get(lease) is not None
-    assert book.pinned() == {A: 1, B: 1}
+    assert book.pinned() == {Place(0, 1): 1, Place(1, 2): 1, Place(1, 3): 1, Place(1, 4): 1}
     assert book.release(lease) == [A, B]
     assert book.release(lease) == []
     assert book.release(LeaseId(77)) == []
@@ -91,9 +90,9 @@ def test_a_request_that_asks_again_has_the_new_lease_only() -> None:
     book = LeaseBook()
     first = grant(book, pins=(A,))
     second = book.next_id()
-    freed = book.grant(Lease(second, E, RequestId("r"), 10.0, 1, (((B,),),), (Medium.DISK,), (B,)))
+    freed = book.grant(Lease(second, E, RequestId("r"), 10.0, 3, ((Row(0, (B,)),),), (Medium.DISK,) * 3))
     assert freed == [A]
-    assert (book.get(first), book.pinned()) == (None, {B: 1})
+    assert (book.get(first), book.pinned()) == (None, dict.fromkeys(B.places(), 1))
     assert book.drop_request(E, RequestId("r")) == [B]
     assert book.drop_request(E, RequestId("r")) == []
     book.check_integrity()
@@ -104,7 +103,7 @@ def test_an_older_lease_in_use_does_not_end_the_newer_one() -> None:
     first = grant(book, pins=(A,))
     book.begin_use(first, 0)
     second = grant(book, pins=(A,))
-    assert book.pinned() == {A: 2}
+    assert book.pinned() == {Place(0, 1): 2}
     assert book.end_use(first, 0) == [A]
     assert book.get(second) is not None
     assert book.release(second) == [A]

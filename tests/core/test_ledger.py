@@ -197,6 +197,59 @@ def test_a_load_has_children_each_once(children: tuple[int, ...]) -> None:
     assert ledger.unsettled == 0
 
 
+# -- a load that failed and whose part others may have ---------------------------------------------------------
+
+
+def spoiled() -> Ledger:
+    """One rank; A has failed its share of a load, B has not."""
+    ledger = a_ledger(ranks=1)
+    ledger.open_load(R, A, B)
+    settled = ledger.apply([failed(), received(child=B)], lambda request, who: (request, who) == (R, {A}))
+    assert settled.retry == {R: {A}} and not settled.echo and not settled.tell and not settled.loaded
+    assert ledger.failed_shares(R) == {A} and ledger.unsettled_loads == 1
+    return ledger
+
+
+@pytest.mark.parametrize("again", [B, 2])
+def test_another_child_loads_what_failed(again: int) -> None:
+    ledger = spoiled()
+    assert nothing(ledger.apply([received(), received(child=again)])), "nobody loads meanwhile"
+    assert ledger.retry(R, again) == 1 and ledger.is_loading(again)
+    assert nothing(ledger.apply([received(child=again), failed(child=B)])), "they are of the attempt before"
+    settled = ledger.apply([received(attempt=1, child=again)])
+    assert (settled.tell, settled.echo) == ({R}, set())
+    assert settled.loaded == [(R, child) for child in sorted({B, again})]
+    assert ledger.unsettled == 0 and not ledger.may_load(R, A)
+
+
+def test_who_stands_in_may_fail_too() -> None:
+    ledger = spoiled()
+    ledger.retry(R, 2)
+    settled = ledger.apply([failed(attempt=1, child=2)])
+    assert (settled.echo, settled.retry) == ({R}, {}) and not ledger.may_load(R, 2)
+    assert ledger.retry(R, B) is None and not ledger.give_up(R)
+    assert ledger.echoed({R}) == {R} and ledger.unsettled == 0
+
+
+def test_nobody_has_what_failed() -> None:
+    ledger = spoiled()
+    assert ledger.give_up(R) and not ledger.give_up(R)
+    assert ledger.retry(R, B) is None
+    assert ledger.echoed({R}) == {R} and ledger.unsettled == 0
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_an_abort_in_a_retry_is_told_once(retried: bool) -> None:
+    ledger = spoiled()
+    if retried:
+        ledger.retry(R, 2)
+    ledger.request_ended(R)
+    assert ledger.retry(R, 2) is None and not ledger.give_up(R)
+    settled = ledger.apply([failed(attempt=1, child=2)] if retried else [], lambda *_: True)
+    assert (settled.tell, settled.echo, settled.retry) == ({R}, set(), {})
+    assert ledger.unsettled == 0 and nothing(ledger.apply([]))
+
+
 # -- what is not, or no longer, a load's ----------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from raykv.config import LoadPolicy
 from raykv.core.load_plan import Answer, Part, cut
 from raykv.core.lookups import MISS, Choice, LookupBook, Outcome
 from raykv.types import RequestId
+from tests.support.examples import examples
 
 R = RequestId("r")
 A, B, C = 0, 1, 2
@@ -203,7 +204,7 @@ CHILDREN = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(150))
 @given(children=CHILDREN, computed=st.sampled_from([0, 16, 48]), without=st.sets(st.integers(0, 4)))
 def test_a_plan_has_no_gap_and_reaches_as_far_as_any_child(
     children: list[Child], computed: int, without: set[int]

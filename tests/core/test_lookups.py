@@ -57,6 +57,15 @@ def test_scenario_8_longest_waits_for_three_polls() -> None:
     assert children.asked == {A: 1, B: 4}
 
 
+def test_after_clear_everybody_is_asked_again() -> None:
+    children = Children(LookupBook(FIRST, [9, 9]), [64, 32], [16])
+    assert children.poll(0) == hit(A, 64)
+    children.book.clear()
+    assert len(children.book) == 0 and children.book.chosen(R) is None
+    assert children.poll(1) == hit(A, 32)
+    assert children.asked == {A: 2, B: 2}
+
+
 def test_scenario_8_with_a_deadline_of_one_step() -> None:
     children = Children(LookupBook(LONGEST, [9, 1]), [64], [None, None, None, 4096])
     assert [children.poll(0), children.poll(1)] == [PENDING, hit(A, 64)]

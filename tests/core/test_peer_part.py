@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def save(book: StoreBook, *numbers: int, job: int = 0) -> None:
 
 
 def lend(book: StoreBook, number: str, count: int, first: int = 0, most: int = 99) -> Any:
-    hashes = [digest(i) for i in range(count)]
+    hashes = b"".join(digest(i) for i in range(count))
     return book.lend(PEER, RequestId(number), [F], [0], hashes, first, most, expires=10.0)
 
 
@@ -157,7 +158,7 @@ def test_a_loan_pins_what_the_borrower_lacks_until_its_time_is_over() -> None:
     book = a_book(4)
     save(book, 0, 1, 2, 3)
     lease = lend(book, "1", 6, first=1)
-    assert (lease.num_blocks, len(lease.pins)) == (4, 3)
+    assert (lease.num_blocks, lease.num_pins) == (4, 3)
     save(book, 10, 11, 12, 13, job=1)
     assert [book.find(key) is not None for key in keys(0, 1, 2, 3)] == [False, True, True, True]
     book.check_integrity()
@@ -173,6 +174,37 @@ def test_a_loan_is_refused_where_it_brings_nothing_or_pins_too_much() -> None:
     assert lend(book, "1", 3, first=3) is None
     assert lend(book, "2", 3, most=2) is None
     assert lend(book, "3", 3, most=3).num_blocks == 3
+    book.check_integrity()
+
+
+@given(SHAPES, st.sets(st.integers(0, 150), max_size=3), st.randoms())
+def test_what_is_lent_lies_in_the_order_in_which_the_borrower_counts(
+    shape: tuple[int, int, list[int], int], gaps: set[int], dice: Random
+) -> None:
+    first, more, windows, ranks = shape
+    prints = [bytes([rank]) * 16 for rank in range(ranks)]
+    held = [
+        block_key(one, group, digest(i)) for one in prints for group in range(len(windows)) for i in range(first + more)
+    ]
+    if dice.random() < 0.5:
+        dice.shuffle(held)
+    table = SlotTable(200, make_policy(Eviction.LRU, 200))
+    book = StoreBook([table], [Medium.HOST], Cascade.EVICT, 60.0)
+    book.recovered(0, [(slot, key) for slot, key in enumerate(held) if slot not in gaps])
+    hashes = b"".join(digest(i) for i in range(first + more))
+    lease = book.lend(PEER, RequestId("1"), prints, windows, hashes, first, 200, expires=10.0)
+    full = book.look_up(OTHER, RequestId("r"), prints, windows, hashes, 0.0)
+    assert (lease is None) == (full is None or full.num_blocks <= first)
+    if lease is not None:
+        assert full is not None and lease.num_blocks == full.num_blocks == len(lease.media)
+        wanted = [
+            block_key(one, group, digest(i))
+            for one in prints
+            for group, numbers in enumerate(lacking(windows, first, lease.num_blocks))
+            for i in numbers
+        ]
+        assert [table.key(place.slot) for run in lease.runs() for place in run.places()] == wanted
+        assert lease.num_pins == len(wanted)
     book.check_integrity()
 
 

@@ -198,7 +198,7 @@ class SafetyMachine(RuleBasedStateMachine):
 
 
 LIGHT = settings(
-    max_examples=100,
+    max_examples=40,
     stateful_step_count=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -26,7 +26,7 @@ def book() -> StoreBook:
 
 
 def ask(book: StoreBook, count: int) -> Lease | None:
-    return book.look_up(E, RequestId("r"), [FP], [0], HASHES[:count], 0.0)
+    return book.look_up(E, RequestId("r"), [FP], [0], b"".join(HASHES[:count]), 0.0)
 
 
 def save(book: StoreBook, job: int, *numbers: int) -> None:
@@ -72,7 +72,7 @@ def test_no_save_goes_there_though_nothing_else_serves(book: StoreBook) -> None:
     assert plan.write == () and plan.skipped == (0, 1)
     book.end_write(plan, True)
     lease = ask(book, 1)
-    assert lease is not None and book.begin_promotion(lease.pins).moves == ()
+    assert lease is not None and book.begin_promotion(lease.rows[0][0].places()).moves == ()
     book.release(lease.id)
     book.tier_off(FS, "gone")
     assert book.adopt(FS, KEYS[1:2]) == ([], []) and ask(book, 1) is None

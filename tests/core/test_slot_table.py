@@ -122,6 +122,43 @@ def test_a_table_is_filled_by_what_was_recovered() -> None:
     table.check_integrity()
 
 
+def test_runs_are_pinned_and_given_back_whole_or_not_at_all() -> None:
+    table = table_of(8, ready=6)
+    table.read(1, 4)
+    table.pin(2, 2)
+    table.quarantine(3)
+    assert (table.pinned(), table.num_evictable) == ({1: 1, 2: 2, 3: 2, 4: 1}, 2)
+    for wrong in (
+        lambda: table.unpin(0, 2),
+        lambda: table.unpin(4, 2),
+        lambda: table.unpin(-1, 2),
+        lambda: table.unpin(7, 2),
+        lambda: table.pin(2, 2),
+        lambda: table.read(5, 2),
+        lambda: table.use(7, 3),
+    ):
+        with pytest.raises(IntegrityError):
+            wrong()
+        assert table.pinned() == {1: 1, 2: 2, 3: 2, 4: 1}
+    table.unpin(1, 4)
+    table.check_integrity()
+    assert (table.pinned(), table.evictable(9)) == ({2: 1, 3: 1}, [0, 5, 4, 1])
+    table.unpin(2, 2)
+    assert table.evictable(9) == [0, 5, 4, 2, 1]
+    table.check_integrity()
+
+
+def test_a_key_has_its_size() -> None:
+    table = table_of(2)
+    for wrong in (b"", key(1)[1:], key(1) + b"1"):
+        with pytest.raises(IntegrityError):
+            table.reserve([key(2), wrong])
+        with pytest.raises(IntegrityError):
+            table.recovered(0, wrong)
+    assert (table.free, table.holds(key(2))) == (2, False)
+    table.check_integrity()
+
+
 # Slot 0 is FREE, 1 WRITING, 2 READY, 3 READY and pinned, 4 QUARANTINED, 5 quarantined and pinned; 6 does not exist.
 STEPS: dict[str, tuple[Callable[[SlotTable, int], object], set[int]]] = {
     "publish": (SlotTable.publish, {1}),
@@ -152,7 +189,7 @@ def test_an_illegal_step_raises_and_changes_nothing(step: str, slot: int) -> Non
     run, legal = STEPS[step]
 
     def state() -> object:
-        slots = [(table.state(s), table.pins(s), table._keys[s]) for s in range(6)]
+        slots = [(table.state(s), table.pins(s), table._keys.get(s)) for s in range(6)]
         return slots, dict(table._index), list(table._counts), table.evicted, table.evictable(6)
 
     before = state()
@@ -170,10 +207,12 @@ def test_an_illegal_step_raises_and_changes_nothing(step: str, slot: int) -> Non
     "damage",
     [
         lambda t: t._counts.__setitem__(0, 9),
-        lambda t: t._pins.__setitem__(0, 1),
-        lambda t: t._pins.__setitem__(3, 1),
+        lambda t: t._pins.add(0, 1),
+        lambda t: t._pins.add(3, 1),
+        lambda t: t._pins._high.__setitem__(0, 1),
         lambda t: t._index.pop(key(1)),
-        lambda t: t._keys.__setitem__(3, key(3)),
+        lambda t: t._keys._hashes.__setitem__(33, 1),
+        lambda t: t._keys._heads.__setitem__(0, 1),
         lambda t: t._policy.removed(1, True),
     ],
 )
@@ -192,20 +231,30 @@ def test_a_table_without_slots_is_an_error() -> None:
 
 def test_an_entry_that_was_lost_comes_free_with_its_last_pin() -> None:
     """A table of entries is no medium: nothing is out of use for ever."""
-    table = SlotTable(2, LRU(2))
+    table = table_of(6, ready=6)
     table.entries_only = True
-    for slot in table.reserve([b"a", b"b"]) or []:
-        table.publish(slot)
-    a, b = table.find(b"a"), table.find(b"b")
-    assert a is not None and b is not None
-    table.pin(a)
-    table.pin(a)
-    table.quarantine(a)
-    table.quarantine(b)
-    assert (table.free, table.quarantined, table.find(b"a")) == (1, 1, None)
-    table.unpin(a)
-    assert table.quarantined == 1 and table.reserve([b"a", b"c"]) is None
-    table.unpin(a)
+    table.pin(0, 5)
+    table.pin(1, 3)
+    for lost in (1, 2, 4, 5):
+        table.quarantine(lost)
+    assert (table.free, table.quarantined, table.find(key(1))) == (1, 3, None)
+    table.unpin(1)
     table.check_integrity()
-    assert (table.free, table.quarantined) == (2, 0) and table.reserve([b"a", b"c"]) is not None
+    assert table.quarantined == 3 and table.reserve([key(1), key(9)]) is None
+    table.unpin(0, 5)  # free: 1 and 4; lost and still read: 2; READY and still read: 3
     table.check_integrity()
+    assert (table.free, table.quarantined, table.pinned()) == (3, 1, {2: 1, 3: 1})
+    assert table.evictable(9) == [0]
+    table.unpin(2, 2)
+    table.check_integrity()
+    assert (table.free, table.quarantined, table.num_evictable) == (4, 0, 2)
+    assert table.reserve([key(1), key(2), key(4), key(5)]) == [1, 2, 4, 5]
+    table.check_integrity()
+
+
+def test_a_lost_entry_without_a_pin_is_damage() -> None:
+    table = table_of(2, ready=1)
+    table.entries_only = True
+    table.recovered_quarantined(1)
+    with pytest.raises(IntegrityError):
+        table.check_integrity()

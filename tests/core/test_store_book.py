@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.core.eviction import LRU
-from raykv.core.prefix import longest_prefix
+from raykv.core.prefix import CHUNK, longest_prefix
 from raykv.core.slot_table import SlotState, SlotTable
 from raykv.core.store_book import Lease, Move, Place, SavePlan, StoreBook, block_key
+from raykv.core.store_plans import Row, Run
+from raykv.core.tiers import Tiers
 from raykv.errors import IntegrityError
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, KEY_NBYTES, Cascade, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
@@ -25,6 +27,10 @@ def digest(number: int) -> bytes:
 
 def keys(*numbers: int, fingerprint: bytes = FP, group: int = 0) -> list[bytes]:
     return [block_key(fingerprint, group, digest(number)) for number in numbers]
+
+
+def places_of(lease: Lease, rank: int = 0) -> list[Place]:
+    return [place for row in lease.rows[rank] for place in row.places()]
 
 
 class Store:
@@ -58,7 +64,7 @@ class Store:
             self.save(number)
 
     def ask(self, *numbers: int, request: str = "r", engine: EngineId = E, now: float = 0.0) -> Lease | None:
-        lease = self.book.look_up(engine, RequestId(request), [FP], [0], [digest(n) for n in numbers], now)
+        lease = self.book.look_up(engine, RequestId(request), [FP], [0], b"".join(map(digest, numbers)), now)
         self.book.check_integrity()
         return lease
 
@@ -95,7 +101,7 @@ def test_a_block_is_found_from_its_commit_on() -> None:
     lease = store.ask(1, 2, 3)
     assert lease is not None
     assert (lease.num_blocks, lease.media) == (2, (Medium.HOST, Medium.HOST))
-    assert lease.places == ((tuple(place for _, place in plan.write),),)
+    assert places_of(lease) == [place for _, place in plan.write]
 
 
 def test_blocks_that_are_held_or_on_their_way_are_known() -> None:
@@ -107,6 +113,26 @@ def test_blocks_that_are_held_or_on_their_way_are_known() -> None:
     store.book.end_write(writing, False)
     store.book.abort(OTHER, writing.job)
     assert store.tables[0].writing == 1
+
+
+def test_blocks_of_one_row_lie_together_though_they_are_saved_by_position() -> None:
+    store = Store(8)
+    by_position = [key for n in range(3) for group in (0, 1) for key in keys(n, group=group)]
+    plan = store.book.begin_save(E, Rank(0), JobId(1), by_position)
+    assert [i for i, _ in plan.write] == list(range(6))
+    assert [place.slot for _, place in plan.write] == [0, 3, 1, 4, 2, 5]
+    store.book.end_write(plan, True)
+    store.book.commit(E, JobId(1))
+    lease = store.book.look_up(E, RequestId("r"), [FP], [0, 0], b"".join(map(digest, range(3))), 0.0)
+    assert lease is not None
+    assert lease.rows == ((Row(0, (Run(0, 0, 3),)), Row(0, (Run(0, 3, 3),))),)
+
+
+def test_what_was_recovered_goes_oldest_prompt_first_and_tail_first() -> None:
+    store = Store(2 * CHUNK)
+    store.book.recovered(0, [(2 * CHUNK - 1 - n, keys(n)[0]) for n in range(2 * CHUNK)])
+    coldest = [store.tables[0].key(slot) for slot in store.tables[0].evictable(2 * CHUNK)]
+    assert coldest == keys(*reversed(range(CHUNK)), *reversed(range(CHUNK, 2 * CHUNK)))
 
 
 def test_a_commit_needs_every_part_that_began() -> None:
@@ -207,6 +233,7 @@ def test_what_lies_in_the_next_tier_too_goes_first() -> None:
     windows=st.lists(st.sampled_from([0, 1, 2, 3, 9]), min_size=1, max_size=3),
     ranks=st.integers(1, 2),
     blocks=st.integers(0, 8),
+    spread=st.sampled_from([1, 3, 8]),
 )
 def test_the_longest_prefix_is_that_of_a_search_through_all(
     held: set[tuple[int, int, int]],
@@ -215,30 +242,39 @@ def test_the_longest_prefix_is_that_of_a_search_through_all(
     windows: list[int],
     ranks: int,
     blocks: int,
+    spread: int,
 ) -> None:
     if mostly:
         held = {(r, g, i) for r in range(2) for g in range(3) for i in range(8)} - gaps
     prints = [FP, FP1][:ranks]
-    index = {
-        keys(i, fingerprint=[FP, FP1][r], group=g)[0]: Place((r + g + i) % 2, r * 100 + g * 10 + i) for r, g, i in held
-    }
+    tables = [SlotTable(240, LRU(240)) for _ in range(2)]
+    for r, g, i in held:
+        key = keys(i, fingerprint=[FP, FP1][r], group=g)[0]
+        tables[(r + g + i // spread) % 2].recovered(r * 100 + g * 10 + i, key)
 
     def needed(n: int) -> set[tuple[int, int, int]]:
         firsts = [0 if not window else max(0, n - window) for window in windows]
         return {(r, g, i) for r in range(ranks) for g, first in enumerate(firsts) for i in range(first, n)}
 
     longest = max(n for n in range(blocks + 1) if needed(n) <= held)
-    n, places = longest_prefix(index.get, prints, windows, [digest(i) for i in range(blocks)])
+    tiers = Tiers(tables, [Medium.HOST, Medium.DISK])
+    n, rows = longest_prefix(tiers, prints, windows, b"".join(map(digest, range(blocks))))
     assert n == longest
-    found = {(r, g, i): p for r, rows in enumerate(places) for g, row in enumerate(rows) for i, p in enumerate(row)}
-    assert {at for at, place in found.items() if place} == needed(n)
-    assert all(place is None or place.slot == r * 100 + g * 10 + i for (r, g, i), place in found.items())
-    assert all(len(row) == n for rows in places for row in rows)
+    found = [
+        ((r, g, i), place)
+        for r, by_group in enumerate(rows)
+        for g, row in enumerate(by_group)
+        for i, place in enumerate(row.places(), row.first)
+    ]
+    assert sorted(at for at, _ in found) == sorted(needed(n))
+    assert all(place == ((r + g + i // spread) % 2, r * 100 + g * 10 + i) for (r, g, i), place in found)
 
 
 def test_a_prompt_of_no_ranks_or_groups_has_no_prefix() -> None:
-    assert longest_prefix({}.get, [], [0], [digest(1)])[0] == 0
-    assert longest_prefix({}.get, [FP], [], [digest(1)])[0] == 0
+    tiers = Tiers([SlotTable(1, LRU(1))], [Medium.HOST])
+    assert longest_prefix(tiers, [], [0], digest(1)) == (0, ())
+    assert longest_prefix(tiers, [FP], [], digest(1)) == (0, ())
+    assert longest_prefix(tiers, [FP], [0], b"") == (0, ())
 
 
 def test_a_leased_block_stays_until_its_load_has_ended() -> None:
@@ -271,8 +307,7 @@ def test_a_bad_block_is_gone_at_once_and_for_all() -> None:
     store.save(1, 2)
     lease, other = store.ask(1, 2), store.ask(1, 2, request="other")
     assert lease is not None and other is not None
-    bad = lease.places[0][0][1]
-    assert bad is not None
+    bad = places_of(lease)[1]
     for each in (lease, other):
         store.book.begin_load(each.id, 0, [[0, 1]])
     with pytest.raises(IntegrityError):
@@ -303,10 +338,10 @@ def test_a_block_counts_by_the_slowest_medium_of_its_ranks() -> None:
     store = Store(2, 2)
     store.book.recovered(0, [(0, keys(1)[0]), (1, keys(2)[0])])
     store.book.recovered(1, [(0, keys(1, fingerprint=FP1)[0]), (1, keys(2)[0])])
-    lease = store.book.look_up(E, RequestId("r"), [FP, FP1], [0], [digest(1)], 0.0)
+    lease = store.book.look_up(E, RequestId("r"), [FP, FP1], [0], digest(1), 0.0)
     assert lease is not None and lease.media == (Medium.DISK,)
-    assert lease.places == (((Place(0, 0),),), ((Place(1, 0),),))
-    lease = store.book.look_up(E, RequestId("q"), [FP], [0], [digest(2)], 0.0)
+    assert (places_of(lease), places_of(lease, rank=1)) == ([Place(0, 0)], [Place(1, 0)])
+    lease = store.book.look_up(E, RequestId("q"), [FP], [0], digest(2), 0.0)
     assert lease is not None and lease.media == (Medium.HOST,), "in both: the fastest"
     assert [tier.hits for tier in store.book.figures().tiers] == [2, 1]
 
@@ -457,7 +492,7 @@ def test_a_bad_source_is_quarantined_and_not_copied() -> None:
 def promote(store: Store, number: int) -> tuple[Move, ...]:
     lease = store.ask(number, request=f"reads {number}")
     assert lease is not None
-    moves = store.book.begin_promotion(lease.pins).moves
+    moves = store.book.begin_promotion(places_of(lease)).moves
     store.book.release(lease.id)
     return moves
 
@@ -499,7 +534,7 @@ def test_nothing_is_lost_for_a_promotion() -> None:
     store.book.tier_off(1, "a dead disk")  # a load under a lease may have begun to read it
     for lease in leases:
         assert lease is not None
-        assert store.book.begin_promotion(lease.pins).moves == ()
+        assert store.book.begin_promotion(places_of(lease)).moves == ()
     assert store.held(0) == {9}
 
 

@@ -37,6 +37,11 @@ def pick(items: list[Any], index: int) -> Any:
     return items[index % len(items)]
 
 
+def pins(lease: Lease) -> list[Place]:
+    """A lease's own pins, one entry each."""
+    return [place for run in lease.runs() for place in run.places()]
+
+
 class BookMachine(RuleBasedStateMachine):
     @initialize(
         slots=st.lists(st.integers(3, 12), min_size=1, max_size=3),
@@ -164,7 +169,7 @@ class BookMachine(RuleBasedStateMachine):
     ) -> None:
         first = family * FAMILY
         lease = self.book.look_up(
-            engine, RequestId(request), PRINTS[:ranks], self.windows, HASHES[first : first + blocks], self.now
+            engine, RequestId(request), PRINTS[:ranks], self.windows, b"".join(HASHES[first : first + blocks]), self.now
         )
         held = {key for place, key in self.headers.items() if place.tier not in self.off}
         longest = max(n for n in range(blocks + 1) if held.issuperset(self.needed(ranks, n, first)))
@@ -173,7 +178,7 @@ class BookMachine(RuleBasedStateMachine):
             i: old for i, old in self.leases.items() if (old.engine, old.request) != (engine, RequestId(request))
         }
         if lease is not None:
-            assert sorted(self.headers[place] for place in lease.pins) == sorted(self.needed(ranks, longest, first))
+            assert sorted(self.headers[place] for place in pins(lease)) == sorted(self.needed(ranks, longest, first))
             self.leases[lease.id] = lease
             self.first[lease.id] = first
             if load:
@@ -189,7 +194,7 @@ class BookMachine(RuleBasedStateMachine):
     @rule(index=INDEX, promote=st.booleans(), longest=INDEX)
     def begin_load(self, index: int, promote: bool, longest: int) -> None:
         lease = pick(list(self.leases.values()), index)
-        wanted = [[i for i, place in enumerate(row) if place is not None and i <= longest] for row in lease.places[0]]
+        wanted = [[i for i in range(row.first, row.end) if i <= longest] for row in lease.rows[0]]
         places = self.book.begin_load(lease.id, 0, wanted)
         assert places is not None
         flat = tuple(place for row in places for place in row)
@@ -305,10 +310,10 @@ class BookMachine(RuleBasedStateMachine):
         assert all(self.bytes[place] in (key, BAD) for place, key in self.headers.items())
         for lease in self.leases.values():
             first = self.first[lease.id]
-            for rank, rows in enumerate(lease.places):
+            for rank, rows in enumerate(lease.rows):
                 for group, row in enumerate(rows):
-                    for n, place in enumerate(row):
-                        assert place is None or self.bytes[place] in (self.key(rank, group, first + n), BAD)
+                    for n, place in enumerate(row.places(), row.first):
+                        assert self.bytes[place] in (self.key(rank, group, first + n), BAD)
         assert not any(self.bytes[place] == GARBAGE for _, places in self.loads for place in places)
 
     def teardown(self) -> None:
@@ -382,7 +387,14 @@ def test_a_long_day_of_a_store(cascade: Cascade, eviction: Eviction, seed: int) 
     machine.teardown()
 
 
-BookMachine.TestCase.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck)
-)
-TestBook = BookMachine.TestCase
+LIGHT = settings(deadline=None, max_examples=30, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+
+
+class TestBook(BookMachine.TestCase):
+    settings = LIGHT
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestBookAtLength(BookMachine.TestCase):
+    settings = settings(LIGHT, max_examples=3_000, derandomize=False)

@@ -19,16 +19,14 @@ from tests.support.process import free_ports
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
 
-# Not in `make test`: two NIXL threads and two of vLLM's workers spin for the two cores of a small machine, vLLM binds
-# the former to its last core, and there a run takes from five minutes to no end.
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
-START_TIMEOUT_S = 480.0
+START_TIMEOUT_S = 300.0
 """The second engine starts beside the first one's NIXL thread, which takes a core of two."""
 
-# Two NIXL threads and two of vLLM's workers spin for two cores: a step that takes 10 ms may take half a minute.
-PATIENCE_S = 240.0
-LIMITS = {"timeout_s": 120, "load_timeout_s": 240}
+# A step that takes 10 ms may take many seconds where two NIXL threads spin on the cores of a small machine.
+PATIENCE_S = 120.0
+LIMITS = {"timeout_s": 60, "load_timeout_s": 120}
 
 PREFILL = {
     "do_remote_decode": True,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import wait_until
-from tests.support.configs import multi, tier_child
+from tests.support.configs import file_child, multi, tier_child
 from tests.support.engine import Engine, Result
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
@@ -177,3 +177,120 @@ def test_a_second_engine_and_a_killed_first(tiers: Tiers, tiny_model: Path, base
         assert second.generate(PROMPTS["branch2"], MAX_TOKENS).token_ids == baseline["branch2"]
         second.wait_free_blocks(free, timeout_s=30)
         second.call_core("tests.support.probes:store_settle", tiers.store)
+
+
+# -- beside other children: scenarios 5, 6 and 8 ----------------------------------------------------------------
+
+REMOTE = {"do_remote_prefill": True, "remote_engine_id": "nobody", "remote_block_ids": [1]}
+PATIENCE_S = 4.0
+
+
+@dataclass
+class Crowded(Tiers):
+    """Children in this order: `slow` (FileChild), the tier, `pd` (PullChild), `late` (FileChild); `first` loads."""
+
+    folder: Path = Path()
+
+    def set(self, child: str, *names: str) -> None:
+        """Exactly these control files of the child exist."""
+        control = self.folder / child / "control"
+        for path in control.iterdir():
+            path.unlink(missing_ok=True)
+        for name in names:
+            (control / name).touch()
+
+    def has(self, child: str, name: str) -> bool:
+        return (self.folder / child / "control" / name).exists()
+
+    def metric(self, name: str) -> int:
+        return int(sum(n for key, n in self.engine.stats()["metrics"].items() if key.split("{")[0] == f"vllm:{name}"))
+
+    def both_hold(self, name: str, blocks: int) -> list[int]:
+        """`slow` holds all of the prompt, the tier its first blocks only, vLLM nothing. Returns the prompt."""
+        self.set("slow")
+        self.ask(name)
+        self.clear("host")
+        assert self.engine.generate(PROMPTS[name][: blocks * BLOCK + 1], 1).token_ids
+        self.settle()
+        self.engine.forget(30)
+        return PROMPTS[name]
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_model: Path, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
+    store, folder = f"c{os.getpid()}", tmp_path_factory.mktemp("crowded")
+    slow = file_child(folder / "slow", run="inline", name="slow", lookup_timeout_s=PATIENCE_S)
+    pd = {
+        **file_child(folder / "pd", run="inline", name="pd"),
+        "kv_connector": "PullChild",
+        "kv_connector_module_path": "tests.support.pull_child",
+    }
+    late = file_child(folder / "late", run="inline", name="late", save="none")
+    tier = tier_child(store, host="16MiB")
+    env = {**ray_cluster.env, "PYTHONPATH": os.getcwd()}
+    with Engine(tiny_model, multi([slow, tier, pd, late]), env=env) as engine:
+        found = Crowded(engine, tier, env, store, folder=folder)
+        found.all_free = engine.free_blocks()
+        yield found
+
+
+def test_scenario_5_a_cold_request(crowded: Crowded, baseline: dict[str, list[int]]) -> None:
+    """No child has anything: the tier keeps every whole block, and gives them all back."""
+    crowded.set("slow", "miss")
+    crowded.clear("host")
+    cold = crowded.ask("long")
+    assert cold.token_ids == baseline["long"] and cold.num_external_tokens == 0
+    crowded.settle()
+    (host,) = crowded.status()["tiers"]
+    assert host["used"] == (len(PROMPTS["long"]) + MAX_TOKENS - 1) // BLOCK
+    warm = crowded.ask("long")
+    assert warm.token_ids == baseline["long"] and warm.num_external_tokens == full_blocks(len(PROMPTS["long"]))
+
+
+def test_scenario_6_the_loser_must_not_write(crowded: Crowded, baseline: dict[str, list[int]]) -> None:
+    """The tier has it, and the request says that another engine has it too: the P/D child only lets that one go."""
+    crowded.set("slow", "miss")
+    for name in ("aligned", "page"):
+        crowded.ask(name)
+        crowded.settle()
+        crowded.engine.forget(30)
+        crowded.set("pd")
+        result = crowded.engine.generate(PROMPTS[name], MAX_TOKENS, kv_transfer_params=REMOTE)
+        assert result.token_ids == baseline[name]
+        assert result.num_external_tokens == full_blocks(len(PROMPTS[name]))
+        assert crowded.has("pd", "released") and not crowded.has("pd", "pulled")
+
+
+def test_scenario_8_a_look_up_that_is_not_ready_is_waited_for(crowded: Crowded, baseline: dict[str, list[int]]) -> None:
+    prompt = crowded.both_hold("page", 2)
+    crowded.set("slow", "not_ready")
+    asked, loads = crowded.metric("raykv_tier_look_ups"), crowded.metric("raykv_tier_loads")
+    pending = crowded.engine.submit(prompt, MAX_TOKENS)
+    wait_until(lambda: crowded.has("slow", "asked"), "look-up in the slow child")
+    crowded.set("slow")
+    result = pending.result()
+    assert result.token_ids == baseline["page"] and result.num_external_tokens == full_blocks(len(prompt))
+    assert crowded.metric("raykv_tier_look_ups") == asked + 1, "the tier is asked once, not once a poll"
+    assert crowded.metric("raykv_tier_loads") == loads
+
+
+def test_scenario_8_with_a_deadline(crowded: Crowded, baseline: dict[str, list[int]]) -> None:
+    """It is never answered: what the tier has is loaded, and a queue of such requests moves."""
+    prompt = crowded.both_hold("page", 2)
+    crowded.set("slow", "not_ready")
+    names = [name for name in PROMPTS if name.startswith("crowd")]
+    others = {name: crowded.engine.submit(PROMPTS[name], MAX_TOKENS) for name in names}
+    result = crowded.engine.submit(prompt, MAX_TOKENS).result()
+    assert result.token_ids == baseline["page"] and result.num_external_tokens == 2 * BLOCK
+    assert {name: one.result().token_ids for name, one in others.items()} == {name: baseline[name] for name in names}
+    crowded.set("slow")
+
+
+def test_scenario_8_who_comes_first_does_not_wait(crowded: Crowded, baseline: dict[str, list[int]]) -> None:
+    """A child behind the tier that never answers holds nobody up."""
+    prompt = crowded.both_hold("page", 2)
+    crowded.set("slow", "miss")
+    crowded.set("late", "not_ready")
+    result = crowded.engine.generate(prompt, MAX_TOKENS)
+    assert result.token_ids == baseline["page"] and result.num_external_tokens == 2 * BLOCK
+    crowded.set("late")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv.kvcache import slot_copy
+from raykv.kvcache import slot_copy, slot_movers
 from raykv.kvcache.blocks import LayerLayout
 from raykv.kvcache.slot_copy import SlotMover
 
@@ -31,6 +31,7 @@ def layer(*planes: torch.Tensor) -> LayerLayout:
     return LayerLayout(BLOCKS, planes, sum(p.shape[1] for p in planes))
 
 
+SPACED = torch.randint(0, 127, (20, BLOCKS, 32), generator=FILL).unbind(0)
 LAYOUTS = {
     "one plane": [layer(plane(256))],
     "one long row": [layer(plane(65536))],
@@ -42,6 +43,9 @@ LAYOUTS = {
     "layers of different sizes": [layer(*(plane(64) for _ in range(6))), layer(plane(48)), layer(*[plane(32)] * 1)],
     "two windows": [layer(*(plane(64) for _ in range(6))), layer(*(plane(40) for _ in range(5)))],
     "an odd row before a window": [layer(plane(13)), layer(*(plane(64) for _ in range(6)))],
+    "planes in series": [LayerLayout.of(rows, BLOCKS) for rows in SPACED[:6]],
+    "planes in series, backwards": [LayerLayout.of(rows, BLOCKS) for rows in SPACED[5::-1]],
+    "two series and one alone": [LayerLayout.of(SPACED[i], BLOCKS) for i in (0, 2, 4, 5, 6, 7, 19)],
     "one storage, interleaved": [
         LayerLayout.of(torch.randint(0, 127, (BLOCKS, 6, 32), generator=FILL)[:, i], BLOCKS) for i in range(6)
     ],
@@ -74,10 +78,22 @@ pairs = st.lists(st.integers(0, BLOCKS - 1), unique=True).flatmap(
 )
 
 
-@settings(max_examples=20)
+@pytest.fixture(params=["many blocks in a call", "a call for each block"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Either way of a load, whatever its size."""
+    with pytest.MonkeyPatch.context() as patch:
+        limit = 0 if request.param == "a call for each block" else 1 << 60
+        for name in ("_LONG_CALL", "_LONG_BLOCK"):
+            patch.setattr(slot_movers, name, limit)
+        yield request.param
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pair=pairs, padding=st.sampled_from([0, 1, 16, 100]))
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_round_trip_and_nothing_else_is_touched(name: str, pair: tuple[list[int], list[int]], padding: int) -> None:
+def test_a_round_trip_and_nothing_else_is_touched(
+    way: str, name: str, pair: tuple[list[int], list[int]], padding: int
+) -> None:
     layouts, (ids, slots) = LAYOUTS[name], pair
     move, pool = mover(layouts, padding)
     before = everything(layouts)
@@ -100,7 +116,7 @@ def test_a_round_trip_and_nothing_else_is_touched(name: str, pair: tuple[list[in
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("slots", [[2, 3, 4, 5], [8, 0, 3, 2]])
-def test_a_bad_slot_is_named_and_not_copied(name: str, slots: list[int]) -> None:
+def test_a_bad_slot_is_named_and_not_copied(way: str, name: str, slots: list[int]) -> None:
     layouts, ids = LAYOUTS[name], [6, 1, 0, 3]
     move, pool = mover(layouts, padding=16)
     sums = move.save(ids, slots, checksums=True)
@@ -136,7 +152,6 @@ def test_an_id_out_of_range_is_an_error_before_anything_is_copied(name: str, ids
 def test_runs_longer_than_their_limit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = LAYOUTS["many planes of 16-byte words"]
     monkeypatch.setattr(slot_copy, "_RUN_NBYTES", 3 * layouts[0].block_nbytes)
-    monkeypatch.setattr(slot_copy, "_CACHED_NBYTES", 2 * layouts[0].block_nbytes)
     move, pool = mover(layouts)
     assert [list(run) for run in move._runs([4, 5, 6, 7, 1, 3])] == [[4, 5, 6], [7], [1], [3]]
     ids, slots = [3, 2, 6, 0, 1, 5], [4, 5, 6, 7, 1, 3]
@@ -146,12 +161,27 @@ def test_runs_longer_than_their_limit_are_cut(monkeypatch: pytest.MonkeyPatch) -
     assert move.load(slots, ids, expect=sums) == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [
+        ("planes in series", [(0, 6)]),
+        ("planes in series, backwards", [(0, 6)]),
+        ("two series and one alone", [(0, 3), (3, 3), (6, 1)]),
+    ],
+)
+def test_planes_equally_far_apart_are_found(name: str, series: list[tuple[int, int]]) -> None:
+    (window,) = mover(LAYOUTS[name])[0]._movers
+    assert isinstance(window, slot_movers.Window)
+    assert [(each.first, each.count) for each in window._series] == series
+    assert (window._series[0].step < 0) == (name == "planes in series, backwards")
+
+
 def test_the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mover, run over CPU memory."""
     layouts = LAYOUTS["layers of different sizes"]
     planes = [p for each in layouts for p in each.planes]
     move, pool = mover(layouts, padding=8)
-    move._movers, move._run, move._any_slots = [slot_copy._Gpu(planes, pool)], 2, True
+    move._movers, move._run, move._any_slots = [slot_movers.Gpu(planes, pool)], 2, True
     before, ids, slots = everything(layouts), [3, 2, 6], [8, 0, 4]
     sums = move.save(ids, slots, checksums=True)
     assert [bytes(pool[s, : move.block_nbytes].numpy()) for s in slots] == [

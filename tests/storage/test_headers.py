@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raykv.errors import StorageError
 from raykv.storage.headers import PAGE, RECORD_NBYTES, Recovered, SlotHeaders, SlotState, read_geometry, table_nbytes
 from raykv.store_messages import KEY_NBYTES
+from tests.support.examples import examples
 
 SLOTS, SLOT_NBYTES = 40, 8192
 
@@ -152,7 +153,7 @@ def test_a_thousand_flips_recover_nothing_wrong() -> None:
     assert lost >= 1000, "a record is checked in full, its padding too"
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["publish", "clear", "quarantine", "restart"]))))
 def test_any_history_leaves_what_a_dictionary_would(history: list[tuple[int, str]]) -> None:
     table = Table(8)

@@ -4,6 +4,7 @@ Loads are asynchronous, saves are synchronous as vLLM sees them. Files in its `c
 outside, in whatever process its halves run:
 
     miss            look-ups find nothing
+    not_ready       look-ups are not answered while the file exists (`asked` appears when one is not)
     hold_load       loads wait while the file exists (`loading` appears when one does)
     hold_save       saves wait while the file exists (`saving` appears when one does)
     raise_in_HOOK   the hook of that name raises while the file exists
@@ -82,6 +83,9 @@ class FileChild(KVConnectorBase_V1, SupportsHMA):
         self._may_raise("get_num_new_matched_tokens")
         if (self._control / "miss").exists():
             return 0, False
+        if (self._control / "not_ready").exists():
+            (self._control / "asked").touch()
+            return None, False
         first = num_computed_tokens // self._block_size
         last = (request.num_tokens - 1) // self._block_size
         hits = first

@@ -47,7 +47,7 @@ class TierBench(Bench):
             self.transfer.clear()
             self.transfer.update({**child, "engine_id": "e", "kv_load_failure_policy": policy})
         else:
-            child["kv_connector_extra_config"]["raykv"] = {"name": "tier"}
+            child["kv_connector_extra_config"].setdefault("raykv", {})["name"] = "tier"
             where = 0 if first else len(self.names)
             self.names.insert(where, "tier")
             self.transfer["kv_connector_extra_config"]["connectors"].insert(where, child)
