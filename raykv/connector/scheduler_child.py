@@ -19,6 +19,7 @@ from raykv.config import MAX_RETRY_S, ChildConfig, RunMode
 from raykv.connector import vllm_compat
 from raykv.connector.metadata import dump
 from raykv.core.faults import FaultWindow
+from raykv.messages import ChildEvent, EventKind
 from raykv.types import Incarnation, Rank, RequestId, StepId
 
 logger = logging.getLogger("raykv")
@@ -49,6 +50,9 @@ class SchedulerChild:
         self.done = dict.fromkeys((Rank(r) for r in range(num_ranks)), NEVER)
         self.known: set[RequestId] = set()
         self.strangers: set[RequestId] = set()
+        self.bereft: set[RequestId] = set()
+        """Requests that the child knew when it went down: it may read them until its hosts' death is confirmed."""
+        self._dead: set[Rank] = set()
         self.must_retire = False
         self.faulted = False
         self._connector: KVConnectorBase_V1 | None = connector
@@ -68,10 +72,11 @@ class SchedulerChild:
             self.state = ChildState.UP
         return self.state is ChildState.UP
 
-    def call(self, hook: str, call: Callable[[KVConnectorBase_V1], T], default: T) -> T:
+    def call(self, hook: str, call: Callable[[KVConnectorBase_V1], T], default: T, *, also_paused: bool = False) -> T:
         """What the child's hook returns; `default` if it is not up or raises, which counts as a fault."""
         with self._lock:
-            if not self.up or self._connector is None:
+            paused = also_paused and self.state is ChildState.PAUSED
+            if not (self.up or paused) or self._connector is None:
                 return default
             try:
                 return call(self._connector)
@@ -103,6 +108,7 @@ class SchedulerChild:
         with self._lock:
             self.known -= requests
             self.strangers -= requests
+            self.bereft -= requests
 
     def is_idle(self, meta: Any, meta_bytes: bytes) -> bool:
         """Whether this metadata asks nothing of the worker half, for classes where that can be told."""
@@ -124,13 +130,28 @@ class SchedulerChild:
             if self.state is not ChildState.DOWN:
                 self.state = ChildState.DOWN
                 self.strangers |= self.known
+                self.bereft |= self.known
                 self.known.clear()
 
+    def host_died(self, rank: Rank, incarnation: Incarnation) -> None:
+        """Confirmed, and reported by the worker of that rank."""
+        if self.hosted and incarnation == self.incarnations[rank]:
+            self._dead.add(rank)
+            self.mark_down()
+
+    def may_still_read(self, request: RequestId) -> bool:
+        """For a request whose end the child is not asked about any more."""
+        return request in self.bereft and len(self._dead) < len(self.done)
+
+    def deaths(self) -> list[ChildEvent]:
+        """Those of the current incarnations, for what was opened after they were reported."""
+        return [ChildEvent(EventKind.DOWN, self.index, rank, self.incarnations[rank]) for rank in sorted(self._dead)]
+
     def distrust(self) -> None:
-        """Its plan of a step raised. What it meant to plan may come out of a later one, when its blocks have other
-        owners, so this object is not asked for another: a hosted child is rebuilt, an inline one stays off."""
+        """It raised where it plans a step or says what it still reads. What it meant may come out of a later plan, when
+        its blocks have other owners, so this object is asked for none: a hosted child is rebuilt, an inline one off."""
         logger.warning(
-            "child %s could not plan a step: %s",
+            "child %s is in doubt: %s",
             self.name,
             "both its halves start again" if self.hosted else "it is off until the engine starts again",
         )
@@ -162,6 +183,8 @@ class SchedulerChild:
             old, self.incarnations = self.incarnations, incarnations
             self.state = ChildState.UP
             self.must_retire = False
+            self.bereft.clear()
+            self._dead.clear()
             # The old incarnations are dead on every rank, so their steps are over.
             for rank in self.done:
                 self.done[rank] = max(self.done[rank], self.planned)

@@ -112,7 +112,6 @@ class SchedulerHalf:
                 plans[child.index] = plan
                 if plan.meta is not None:  # else no host hears of this step
                     child.planned = self._step
-        self._owed = {}
         idle = not forward and not self._ledger.unsettled and not self._pins.closing
         idle = idle and not self._childs_pins_free_soon()
         self.loads.step_planned(vllm_compat.prompt_tokens(output), idle)
@@ -134,7 +133,7 @@ class SchedulerHalf:
     def _plan(self, child: SchedulerChild, output: SchedulerOutput, step: StepLoads) -> ChildPlan | None:
         loads = tuple(step.orders.get(child.index, ()))
         sync = step.sync.get(child.index, ())
-        owed = tuple(self._owed.get(child.index, ()))
+        owed = tuple(self._owed.pop(child.index, ()))
         seen = vllm_compat.filtered_output(output, child.known.__contains__) if child.strangers else output
         child.faulted = False
         with self._params.of_all(child.index):
@@ -154,8 +153,11 @@ class SchedulerHalf:
             if idle and not self._ledger.is_loading(child.index):
                 return None
             self._counters.planned(child, self._step, vllm_compat.saved_tokens(meta, self._block_size))
-        elif not (loads or sync or owed):
-            return None
+        else:
+            if owed and child.hosted and child.up:
+                self._owed[child.index] = list(owed)  # no host hears of this step; those of dead ones end with them
+            if not (loads or sync or (owed and not child.hosted)):
+                return None
         return ChildPlan(
             meta=data,
             incarnations=child.incarnations,
@@ -181,7 +183,7 @@ class SchedulerHalf:
         self._early_events = []
         for event in events:
             if event.kind is EventKind.DOWN:
-                self._child_down(event)
+                self.children[event.child].host_died(event.rank, event.incarnation)
         garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
         self._sync_failed |= bool(garbage)
         self.loads.sync_failed(garbage)
@@ -210,11 +212,6 @@ class SchedulerHalf:
         blocks, kept = self.loads.lost(request)
         self._echo[request] = blocks
         self._counters.failed(request, kept)
-
-    def _child_down(self, event: ChildEvent) -> None:
-        child = self.children[event.child]
-        if child.hosted and event.incarnation == child.incarnations[event.rank]:
-            child.mark_down()
 
     def _tell_children(
         self, output: KVConnectorOutput, meta: RayMultiWorkerMeta | None, settled: Settled, heard: set[RequestId]
@@ -259,17 +256,25 @@ class SchedulerHalf:
         returned: list[tuple[str, dict | None]] = []
         owed = []
         for child in self.children:
+            if child.may_still_read(request_id):
+                owed.append(child)  # until the death of its hosts, which is on the way
             if request_id not in child.known:
                 continue
+            child.faulted = False
             with self._params.of(child.index, request):
                 nothing: tuple[bool, dict | None] = (False, None)
-                delay, params = child.call("request_finished", lambda c: _finish(c, request, block_ids), nothing)
+                delay, params = child.call(
+                    "request_finished", lambda c: _finish(c, request, block_ids), nothing, also_paused=True
+                )
             returned.append((child.name, params))
-            if delay or child.index in self._partial_tails.get(request_id, ()):
+            if child.faulted:
+                child.distrust()  # it could not say whether it still reads
+            if delay or child.faulted or child.index in self._partial_tails.get(request_id, ()):
                 owed.append(child)
         for child in owed:
             self._ledger.open_send(request_id, child.index, child.incarnations, time.monotonic())
             self._owed.setdefault(child.index, []).append(request_id)
+            self._early_events += child.deaths()
         self._ledger.request_ended(request_id)
         if owed:
             self._pins.hold(request_id, block_ids)

@@ -48,6 +48,43 @@ def test_a_scheduler_half_that_raises_disturbs_nobody(hook: str, ranks: int, hos
         assert len(bench.child("B").store) == 3 * 6 * len(bench.runner.layers) * ranks
 
 
+def test_a_child_that_can_not_say_whether_it_still_reads_keeps_the_blocks(ranks: int, hosted: bool) -> None:
+    """Until the death of its hosts; an inline one, which can't die alone, until it reports."""
+    with Bench([child("A", hosted, late=True), child("B", saves=True)], ranks=ranks) as bench:
+        control = bench.child("A")
+        control.auto_send = False
+        control.raises["request_finished"] = 1
+        bench.add(100)
+        bench.finish("r0")
+        if not hosted:
+            bench.step(30)
+            assert bench.used_blocks == 7
+            control.report("send", "r0")
+        bench.until(lambda: bench.used_blocks == 0, "the end of its reading")
+        control.auto_send = True
+        bench.add(100, seed=1)
+        bench.run()
+
+
+def test_blocks_of_a_child_that_went_down_wait_for_its_death(ranks: int) -> None:
+    """It is off and its hosts are to be ended, but they hang, and may still read."""
+    with Bench([child("A", late=True, raykv={"max_faults": 1}), child("B", saves=True)], ranks=ranks) as bench:
+        control = bench.child("A")
+        control.auto_send = False
+        bench.add(100, max_tokens=8)
+        bench.step(4)
+        held = bench.hosts.started
+        for process in held:
+            if process.child == "A":
+                process.hold()
+        control.raises["take_events"] = 1
+        bench.finish("r0")
+        assert bench.used_blocks > 0
+        for process in held:
+            process.release()
+        bench.until(lambda: bench.used_blocks == 0, "the death of its hosts")
+
+
 @pytest.mark.parametrize("hook", ["start_load_kv", "save_kv_layer", "wait_for_save", "get_transfer_results", "copy"])
 def test_a_worker_half_that_raises_disturbs_nobody(hook: str, ranks: int, overlap: bool) -> None:
     limits = {"load_timeout_s": 0.3}  # a child that raises in the middle of a load may forget it
