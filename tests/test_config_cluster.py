@@ -32,6 +32,8 @@ PAIR: dict[str, Any] = {
     "tiers": [{"medium": "host", "capacity": "1GiB"}],
     "router": {"port": 9000, "prefill_timeout_s": 5},
 }
+HOST = {"medium": "host", "capacity": "1GiB"}
+FS = {"medium": "fs", "path": "/mnt/kv", "capacity": "1TiB"}
 
 
 def changed(**more: Any) -> dict[str, Any]:
@@ -81,8 +83,8 @@ def test_the_command_line_is_vllms() -> None:
 
 
 def test_each_transport_has_its_children() -> None:
-    def children(transport: str, *tiers: dict[str, Any], index: int = 0) -> list[tuple[str, str]]:
-        spec = changed(tiers=[{"medium": "host", "capacity": "1GiB"}, *tiers])
+    def children(transport: str, *tiers: dict[str, Any], index: int = 0, **more: Any) -> list[tuple[str, str]]:
+        spec = changed(**{"tiers": [HOST, *tiers], **more})
         for engine in spec["engines"]:
             engine["transport"] = transport
         parsed = parse_spec(spec)
@@ -98,7 +100,14 @@ def test_each_transport_has_its_children() -> None:
     assert children("nixl") == [tier, ("NixlConnector", "kv_producer")]
     assert children("nixl", index=1) == [tier, ("NixlConnector", "kv_consumer")]
     assert children("tiers", {"medium": "peer"}) == [tier]
-    assert children("fs", {"medium": "fs", "path": "/mnt/kv", "capacity": "1TiB"}) == [tier]
+    assert children("fs", tiers=None, stores=[{"cascade": "write", "tiers": [HOST, FS]}]) == [tier]
+
+
+def test_a_multi_connector_waits_as_long_as_its_store_does() -> None:
+    for own, around in ((1, 5.0), (4, 5.0), (10, 11.0)):
+        spec = parse_spec(changed(tiers=None, stores=[{"lookup_timeout_s": own, "tiers": [HOST]}]))
+        config = kv_transfer_config(spec, spec.engines[0])
+        assert parse(config).children[0].options.lookup_timeout_s == around
 
 
 def test_nixl_takes_the_cpus_memory_only_where_there_is_no_gpu() -> None:
@@ -158,6 +167,7 @@ WRONG: list[tuple[Any, str]] = [
     (with_engine(store="defualt"), 'engines[0].store is "defualt". Did you mean "default"?'),
     (with_engine(transport="tiers"), "reads from no peer. Add {medium: peer}"),
     (with_engine(transport="fs"), "no tier in a shared folder"),
+    (with_engine(transport="fs") | {"tiers": [HOST, FS]}, "`cascade: write` in its entry of `stores`"),
     (with_engine(1, role="both"), "only prefills and no engine decodes"),
     (
         with_engine(0, transport="tiers") | {"tiers": [{"medium": "host", "capacity": 4096}, {"medium": "peer"}]},

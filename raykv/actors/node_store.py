@@ -24,6 +24,7 @@ from raykv.actors.peer_finder import PeerDoor
 from raykv.actors.peer_tier import PeerTier
 from raykv.actors.processes import start_time
 from raykv.actors.publisher import Publisher
+from raykv.actors.store_drain import Drainer
 from raykv.actors.store_files import SHM, host_path
 from raykv.actors.store_loads import Loader, not_done
 from raykv.actors.store_mover import Mover
@@ -33,10 +34,11 @@ from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers, round_up
 from raykv.errors import StorageError, StoreError
-from raykv.peer_messages import Lend, Lent
+from raykv.peer_messages import Adopt, Adopted, Lend, Lent, Room
 from raykv.store_messages import (
     HASH_NBYTES,
     Attached,
+    DrainReport,
     JobDone,
     LoadJob,
     LookedUp,
@@ -94,6 +96,8 @@ class NodeStore:
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._mover: Mover | None = None
+        self._drainer: Drainer | None = None
+        self._adopting = threading.Lock()
         self._peers: PeerTier | None = None
         self._publisher: Publisher | None = None
         self._shared: SharedLookUps | None = None
@@ -156,6 +160,9 @@ class NodeStore:
         self._loader = Loader(stock, self._peers.loader if self._peers is not None else None)
         self._mover = Mover(stock, self._sessions, self._end_dead)
         self._shared = SharedLookUps.of(stock)
+        memory = self._peers.memory if self._peers is not None else None
+        name, find_peer = (self._door.store, self._door.open_peer) if self._door is not None else ("", None)
+        self._drainer = Drainer(stock, self.life, name or self.spec.name, memory, find_peer)
         self._stock = stock
         self._mover.start()
         door = self._door
@@ -193,9 +200,8 @@ class NodeStore:
         """Figures of this moment."""
         stock = self._stock
         if stock is None:
-            return StoreStatus(
-                self.life, self.spec.name, self._pid, (), self._sessions.engine_ids(), **dict.fromkeys(_FIGURES, 0)
-            )
+            none: dict[str, Any] = dict.fromkeys(_FIGURES, 0)
+            return StoreStatus(self.life, self.spec.name, self._pid, (), self._sessions.engine_ids(), **none)
         with stock.lock:
             figures = stock.book.figures()
         tiers = tuple(
@@ -206,8 +212,11 @@ class NodeStore:
             )
             for number, (tier, spec) in enumerate(zip(figures.tiers, self.spec.tiers, strict=True))
         )
-        counts = {name: getattr(figures, name) for name in _FIGURES}
-        return StoreStatus(self.life, self.spec.name, self._pid, tiers, self._sessions.engine_ids(), **counts)
+        counts: dict[str, Any] = {name: getattr(figures, name) for name in _FIGURES}
+        drain = str(self.drain_report()) if self._draining else ""
+        engines = self._sessions.engine_ids()
+        peer = self._peers.status() if self._peers is not None else None
+        return StoreStatus(self.life, self.spec.name, self._pid, tiers, engines, **counts, drain=drain, peer=peer)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the book agrees with itself. Holds its lock meanwhile."""
@@ -236,8 +245,12 @@ class NodeStore:
                 raise StoreError(f"Copies of the store {self.spec.name} still run: its process must be killed.")
             if self._publisher is not None:
                 self._publisher.close()
+            if self._drainer is not None:
+                self._drainer.close()
             if self._mover is not None:
                 self._mover.close()
+            with self._adopting:
+                pass  # it ends in time, and none begins any more
             if self._peers is not None:
                 self._peers.close()
             stock, self._stock = self._stock, None
@@ -310,14 +323,76 @@ class NodeStore:
         if self._peers is not None:
             self._peers.lender.give_back(leases)
 
+    # -- a node that is to go, in threads of their own ---------------------------------------------------------
+
+    def drain(self, timeout_s: float, targets: Sequence[str] = ()) -> DrainReport:
+        """Save nothing new from now on, and move the host tier's blocks to where others find them.
+
+        Into the fs tier if there is one, else to those of `targets` (names of stores' actors) that have room. Blocks
+        for `timeout_s` at most, and may be called again: it goes on. Look-ups and loads are served all the time.
+        """
+        drainer = self._drainer
+        return drainer.drain(timeout_s, targets) if drainer is not None else DrainReport(self.life)
+
+    def undrain(self) -> None:
+        """Take saves again. What has moved stays where it is too."""
+        if self._drainer is not None:
+            self._drainer.undo()
+
+    def drain_report(self) -> DrainReport:
+        """How far it has come."""
+        return self._drainer.report() if self._drainer is not None else DrainReport(self.life)
+
+    def room(self, slot_nbytes: int) -> Room:
+        """What this store could take of one that is drained and has slots of this size."""
+        host = next((tier for tier in self.spec.tiers if tier.medium is Medium.HOST), None)
+        stock = self._stock
+        refused = ""
+        if self._draining or self._closed:
+            refused = "it is drained itself"
+        elif not self.spec.peer or self._door is None or not self.spec.checksum or host is None:
+            refused = "it has no peer tier, no host tier or no checksums"
+        elif (stock.tiers.slot_nbytes if stock is not None else self.spec.slot_nbytes or slot_nbytes) != slot_nbytes:
+            refused = "its slots have another size"
+        if refused or host is None:
+            return Room(self.life, refused=refused)
+        if stock is None:
+            return Room(self.life, host.capacity // slot_nbytes)
+        with stock.lock:
+            return Room(self.life, stock.book.drain.free)
+
+    def adopt(self, adopt: Adopt) -> Adopted:
+        """Keep blocks of a store that is drained. Blocks for about as long as they take to be read."""
+        refused = self.room(adopt.memory.slot_nbytes).refused
+        if refused:
+            return Adopted(self.life, refused=refused, full=True)
+        if self._stock is None:  # no engine has come here yet
+            with self._attaching:
+                if self._stock is None and not self._closed:
+                    self._open(adopt.memory.slot_nbytes)
+        with self._adopting:
+            peers = self._peers
+            if self._closed or peers is None:
+                return Adopted(self.life, refused="it has ended", full=True)
+            adopted = peers.adopter.adopt(adopt)
+        self._wake()
+        return adopted
+
+    @property
+    def _draining(self) -> bool:
+        return self._drainer is not None and self._drainer.active
+
     # -- copies, in threads of their own --------------------------------------------------------------------
 
     def save(
         self, life: StoreLife, engine: EngineId, rank: Rank, jobs: Sequence[SaveJob]
     ) -> tuple[StoreLife, list[JobDone]]:
         """Copy blocks out of the rank's KV cache. They are seen after `settle` has committed the job."""
-        saver = self._saver
-        done = [self._run(life, engine, rank, job, saver.save if saver is not None else None) for job in jobs]
+        saver, drainer = self._saver, self._drainer
+        save = saver.save if saver is not None else None
+        if drainer is not None and drainer.active:
+            save = drainer.skip
+        done = [self._run(life, engine, rank, job, save) for job in jobs]
         self._wake()
         return self.life, done
 

@@ -7,7 +7,9 @@ is found by its name, which says what it is: replica, node, and the digest of wh
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import queue
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,8 +24,10 @@ from raykv.actors.engine_server import EngineServer
 from raykv.actors.node_facts import NodeFacts, probe
 from raykv.cluster_messages import CONTROLLER, EngineOrder
 from raykv.core.reconcile import Instance, StoreAt
-from raykv.errors import HostDied, HostError
-from raykv.store_messages import StoreSpec
+from raykv.errors import HostDied, HostError, HostRaised, HostTimeout
+from raykv.store_messages import DrainReport, StoreSpec
+
+logger = logging.getLogger("raykv")
 
 PREFIX = "raykv-engine-"
 GROUPS = {handles.CONTROL_GROUP: 4}
@@ -168,19 +172,61 @@ class RayWorld:
 
     def drain_store(self, at: StoreAt, leaves: bool) -> None:
         """Move its blocks to where others find them, then end it. `leaves`: its node goes, so it must end now; else
-        raises StoreBusy if engines of somebody else's use it."""
+        raises StoreBusy if engines of somebody else's use it. If the node is to stay after all, so does the store."""
         name = store_handle.store_name(*at)
         try:
-            actor = ray.get_actor(name, self._namespace)
+            handle = store_handle.StoreHandle(name, ray.get_actor(name, self._namespace))
         except ValueError:
             return
-        handle = store_handle.StoreHandle(name, actor)
         with contextlib.suppress(HostError):
             if not leaves and handle.call("status", timeout=10.0).engines:
                 raise StoreBusy(f"Engines still use the store {at[0]}.")
-            if hasattr(actor, "drain"):
-                handle.call("drain", DRAIN_S, timeout=DRAIN_S + 10)
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            try:
+                report = self._drained(handle, at, leaves, deadline)
+            except HostRaised as error:  # a store of another RayKV, or a defect
+                logger.warning("the store %s can't be drained: %s", name, error)
+                break
+            except HostError as error:  # killed: Ray starts it again, and it finds its blocks
+                logger.warning("the store %s did not end its drain, which goes on: %s", name, error)
+                time.sleep(REPORT_S)
+                continue
+            if report is None:
+                return
+            logger.info("the store %s: %s", name, report)
+            break
         self.end_store(at)
+
+    def _drained(
+        self, handle: store_handle.StoreHandle, at: StoreAt, leaves: bool, deadline: float
+    ) -> DrainReport | None:
+        """How its drain ended; None: its node stays, so the drain was undone. Raises HostError."""
+        done: queue.SimpleQueue[tuple[Any, HostError | None]] = queue.SimpleQueue()
+        limit = max(1.0, deadline - time.monotonic())
+        handle.submit("drain", limit, self._takers(at), done=lambda result, error: done.put((result, error)))
+        while time.monotonic() < deadline + REPORT_S:
+            with contextlib.suppress(queue.Empty):
+                report, error = done.get(timeout=REPORT_S)
+                if error is not None:
+                    raise error
+                return None if self._stays(at, leaves) and self._undrained(handle) else report
+            if self._stays(at, leaves) and self._undrained(handle):
+                return None
+        raise HostTimeout(f"{handle.name} is still being drained")
+
+    def _takers(self, at: StoreAt) -> list[str]:
+        """The actors of the stores of that name on nodes that stay."""
+        nodes = {node.id for node in self.nodes()} - self.load().draining - {at[1]}
+        return [store_handle.store_name(*other) for other in sorted(self.stores(nodes)) if other[0] == at[0]]
+
+    def _stays(self, at: StoreAt, leaves: bool) -> bool:
+        return leaves and at[1] not in self.load().draining
+
+    def _undrained(self, handle: store_handle.StoreHandle) -> bool:
+        """It takes saves again."""
+        handle.call("undrain", timeout=10.0)
+        return True
 
     def end_store(self, at: StoreAt) -> None:
         """End it at once; its disk tier stays."""

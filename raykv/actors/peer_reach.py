@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,11 @@ logger = logging.getLogger("raykv")
 
 LOCATE_SHARE = 0.4
 """Of a look-up's time is the Directory's; the rest is the peer's."""
+MOST_FAILING = 1000
+"""Names of stores that failed: a hint may name any."""
 MOST_PEERS = 2
-"""Asked for one look-up: the Directory may be behind, and a third try is seldom worth a request's time."""
+"""Asked for one look-up, beside the one that is announced: the Directory may be behind, and a third try is seldom worth
+a request's time."""
 
 
 class Peers:
@@ -44,7 +47,7 @@ class Peers:
         self._lock = threading.Lock()
         self._callers: dict[str, StoreCaller] = {}
         self._known: dict[str, tuple[StoreLife, PeerMemory]] = {}
-        self._backoff = Backoff()
+        self._backoff, self._failing = Backoff(), set[str]()
 
     def may(self, peer: str) -> bool:
         """Whether it is to be asked: not for a while after it failed."""
@@ -54,6 +57,9 @@ class Peers:
     def failed(self, peer: str, why: str) -> None:
         """It did not answer, could not be read, or lied."""
         with self._lock:
+            if len(self._failing) >= MOST_FAILING:
+                self._backoff, self._failing = Backoff(), set()
+            self._failing.add(peer)
             pause = self._backoff.failed(peer, time.monotonic())
             self._callers.pop(peer, None)
             known = self._known.pop(peer, None)
@@ -141,19 +147,28 @@ class Reacher:
             return have
         key, fingerprints, windows = found
         wanted = Locate(tuple(fingerprints), tuple(windows), look_up.hashes, self._door.node)
-        asked = 0
-        for holder in self._finder.find(wanted, limit_s * LOCATE_SHARE):
-            if asked >= MOST_PEERS or time.monotonic() >= deadline:
+        asked: set[str] = set()
+        most = MOST_PEERS + (look_up.hand_over is not None)
+        for holder in self._holders(look_up, wanted, deadline):
+            if len(asked) >= most or time.monotonic() >= deadline:
                 break
-            if holder.blocks <= have.num_blocks or holder.store == self._door.store:
+            if holder.blocks <= have.num_blocks or holder.store in (self._door.store, *asked):
                 continue
             if not self._peers.may(holder.store):
                 continue
-            asked += 1
+            asked.add(holder.store)
             part = self._borrow(holder, wanted, have.num_blocks, deadline)
             if part is not None:
                 return self._grant(key, have, part)
         return have
+
+    def _holders(self, look_up: LookUp, wanted: Locate, deadline: float) -> Iterator[Holder]:
+        """Where it is announced, without anybody being asked; then those that the Directory knows, if that is up."""
+        if look_up.hand_over is not None and look_up.hand_over.store:
+            yield Holder("", look_up.hand_over.store, look_up.hand_over.blocks)
+        left = deadline - time.monotonic()
+        if self._finder.up and left > 0:
+            yield from self._finder.find(wanted, left * LOCATE_SHARE)
 
     def _borrow(self, holder: Holder, wanted: Locate, first: int, deadline: float) -> PeerPart | None:
         """Have a peer keep what is lacking."""

@@ -6,8 +6,7 @@ store, or by a miss when the store can't be reached or is late. A lease that com
 An answer that other nodes may add to is held back while the store looks there, for a limit of its own: what takes
 longer adds nothing, and the answer that there was stands.
 
-What is settled is sent until the store has confirmed it. That is safe in any order and to any life of the store:
-jobs and leases of another life mean nothing to it, and a job that was settled is unknown.
+What is settled is sent until the store has confirmed it (`core.unsettled`).
 """
 
 from __future__ import annotations
@@ -19,25 +18,30 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from raykv.actors.store_call import OpenStore, StoreCaller, reason
+from raykv.core.hand_overs import HandOvers
+from raykv.core.unsettled import Unsettled
+from raykv.core.vain_hints import MOST_IN_VAIN, PAUSE_S
 from raykv.errors import HostError, RayKVError
 from raykv.store_messages import LookedUp, LookUp, Settle
-from raykv.types import EngineId, LeaseId, StoreLife
+from raykv.types import EngineId, LeaseId, RequestId, StoreLife
 
 logger = logging.getLogger("raykv")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
-MAX_SETTLE = 1000
-"""Ids in one call: a message of Ray's is cheap up to 100 KB."""
 MAX_HASH_NBYTES = 64 << 10
-"""Hashes in one call, for the same reason."""
-MAX_UNSETTLED = 100_000
-"""Ids kept for a store that can't be reached; beyond it the oldest go (its engine's end settles them too)."""
+"""Hashes in one call: a message of Ray's is cheap up to 100 KB."""
 TIMEOUTS_TO_DOWN = 3
 LEAST_REACH_S = 0.005
 """Looking at other nodes takes two round trips of Ray's at least."""
+LEAST_AGAIN_S = 0.15
+"""The same for a question that is asked again: a store that is busy must not count as failed for lack of time."""
+VAIN = (
+    "nothing came of what engines at %s announced, %d times in a row: it is not waited for during %g s. Do the engines "
+    "have the same model, dtype, block size, parallel sizes and hashes (PYTHONHASHSEED)?"
+)
 MAX_LATE = 1000
 """Answers from other nodes that are waited for though nobody needs them: only to give back what they have leased."""
 
@@ -52,34 +56,50 @@ class _Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Forget:
+    """Nobody waits for this question any more."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class _Reaching:
     """The store looks at other nodes for more than `have`, which is the answer at `limit`."""
 
+    look_up: LookUp
     have: LookedUp
     limit: float
+
+
+_Item: TypeAlias = LookUp | Settle | _Answer | _Forget | None
+"""None: there is nothing but the end."""
 
 
 class StoreAsker:
     """Public methods: any thread, a few microseconds each, but for `close`."""
 
-    def __init__(self, open_handle: OpenStore, engine: EngineId, timeout_s: float, reach_s: float = 0.0) -> None:
-        """`reach_s`: how long after a question other nodes may be looked at for it; 0: they never are."""
+    def __init__(
+        self, open_handle: OpenStore, engine: EngineId, timeout_s: float, reach_s: float = 0.0, wait_s: float = 0.0
+    ) -> None:
+        """`reach_s`: how long after a question other nodes may be looked at for it; 0: they never are. `wait_s`: how
+        long announced blocks are waited for; 0: they never are."""
         self._open_handle, self._engine, self._timeout_s = open_handle, engine, timeout_s
         self._reach_s = reach_s
-        self._inbox: queue.SimpleQueue[LookUp | Settle | _Answer | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._answers: deque[LookedUp] = deque()
         self._closed = threading.Event()
         self._tried = threading.Event()
         self._up = False
         self._life: StoreLife | None = None
+        self._store = ""
         # The thread's own from here on.
         self._handle: StoreCaller | None = None
         self._asked: dict[int, tuple[list[LookUp], float]] = {}
         self._reaching: dict[int, _Reaching] = {}
         self._late: dict[int, LookedUp] = {}  # what was answered instead
+        self._hand_overs = HandOvers(wait_s)
         self._token = 0
-        self._unsettled: deque[Settle] = deque()
-        self._settling: list[Settle] = []
+        self._unsettled = Unsettled()
         self._settle_limit = 0.0
         self._settle_token = 0
         self._try_at, self._pause = 0.0, FIRST_PAUSE_S
@@ -99,6 +119,11 @@ class StoreAsker:
         """The life that was heard last."""
         return self._life
 
+    @property
+    def store(self) -> str:
+        """The name of the store's actor; empty while it is not up."""
+        return self._store if self._up else ""
+
     def wait_tried(self, timeout_s: float) -> bool:
         """Block until the store was reached for the first time, or could not be; whether it is up. For start-up."""
         self._tried.wait(timeout_s)
@@ -109,7 +134,11 @@ class StoreAsker:
         if self._up:
             self._inbox.put(look_up)
         else:
-            self._miss([look_up])
+            self._answers.append(self._missed(look_up))
+
+    def forget(self, request: RequestId) -> None:
+        """Nobody waits for this question any more. It may be answered all the same."""
+        self._inbox.put(_Forget(request))
 
     def take_answers(self) -> list[LookedUp]:
         """What was answered since the last call."""
@@ -144,38 +173,45 @@ class StoreAsker:
                 logger.exception("asking the store of engine %s", self._engine)
                 self._lost()
         self._miss([look_up for asked, _ in self._asked.values() for look_up in asked])
-        self._answers.extend(reaching.have for reaching in self._reaching.values())
+        for reaching in self._reaching.values():
+            self._answer(reaching.look_up, reaching.have, final=True)
+        self._answers.extend(self._hand_overs.over(float("inf")))
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        if not self._up and not self._settling and now >= self._try_at:
+        if not self._up and not self._settle_token and time.monotonic() >= self._try_at:
             self._say_hello()
         look_ups: list[LookUp] = []
         for item in self._gather():
             match item:
                 case LookUp():
-                    look_ups.append(item)
+                    look_ups.append(self._hand_overs.begin(item, time.monotonic()))
+                case _Forget():
+                    self._hand_overs.drop(item.request)
                 case Settle():
-                    self._unsettled.append(item)
-                    self._bound()
+                    self._unsettled.add(item)
                 case _Answer():
                     self._take(item)
-        self._overdue(time.monotonic())
+        now = time.monotonic()
+        self._overdue(now)
+        look_ups += self._hand_overs.due(now)
+        self._tidy()
         if self._handle is not None and self._up:
             self._send_look_ups(look_ups)
             self._send_settles()
         else:
             self._miss(look_ups)
 
-    def _gather(self) -> list[LookUp | Settle | _Answer | None]:
+    def _gather(self) -> list[_Item]:
         """Blocks for the first item, or until something is due."""
         limits = [limit for _, limit in self._asked.values()] + [one.limit for one in self._reaching.values()]
-        if self._settling:
+        if self._hand_overs.next_at is not None:
+            limits.append(self._hand_overs.next_at)
+        if self._settle_token:
             limits.append(self._settle_limit)
         elif not self._up:
             limits.append(self._try_at)
         wait = max(0.0, min(limits) - time.monotonic()) if limits else None
-        items: list[LookUp | Settle | _Answer | None] = []
+        items: list[_Item] = []
         try:
             items.append(self._inbox.get(timeout=wait))
             while True:
@@ -196,13 +232,8 @@ class StoreAsker:
         self._miss(look_ups)
 
     def _send_settles(self) -> None:
-        if self._settling or not self._unsettled:
-            return
-        ids = 0
-        while self._unsettled and (ids == 0 or ids + _size(self._unsettled[0]) <= MAX_SETTLE):
-            ids += _size(self._unsettled[0])
-            self._settling.append(self._unsettled.popleft())
-        self._submit_settle(_merged(self._settling))
+        if not self._settle_token and self._unsettled:
+            self._submit_settle(self._unsettled.take())
 
     def _submit_settle(self, settle: Settle) -> None:
         self._token += 1
@@ -226,11 +257,11 @@ class StoreAsker:
         try:
             if self._handle is None:
                 self._handle = self._open_handle()
+                self._store = self._handle.name
         except RayKVError as error:
             logger.warning("engine %s can't reach its store: %s", self._engine, error)
             self._tried.set()
             return
-        self._settling = [Settle()]
         self._submit_settle(Settle())
 
     # -- answers --------------------------------------------------------------------------------------------
@@ -256,43 +287,66 @@ class StoreAsker:
         if found:
             self._life = found[0].store
         for look_up, one in zip(asked, found, strict=True):
-            if one.more and self._reach_s > 0:
+            if self._reach_s > 0 and self._elsewhere(look_up, one):
                 self._reach(look_up, one, limit - self._timeout_s + self._reach_s)
             else:
-                self._answers.append(one)
+                self._answer(look_up, one)
+
+    def _elsewhere(self, look_up: LookUp, one: LookedUp) -> bool:
+        """Whether other nodes are to be looked at: where the blocks are announced each time, all of them once."""
+        waits, said = self._hand_overs, look_up.hand_over
+        if said is not None and said.store not in ("", self._store) and waits.short(look_up, one):
+            return True
+        return one.more and not waits.tried(look_up)
 
     def _reach(self, look_up: LookUp, have: LookedUp, limit: float) -> None:
-        left = limit - time.monotonic()
-        if left < LEAST_REACH_S:
-            self._answers.append(have)
+        now = time.monotonic()
+        left = min(limit - now, self._hand_overs.time_left(look_up, now))
+        if left < (LEAST_AGAIN_S if self._hand_overs.tried(look_up) else LEAST_REACH_S):
+            self._answer(look_up, have)
             return
         self._token += 1
-        self._reaching[self._token] = _Reaching(have, limit)
+        self._reaching[self._token] = _Reaching(look_up, have, now + left)
         self._submit(self._token, "reach", self._engine, look_up, have, left)
+
+    def _answer(self, look_up: LookUp, found: LookedUp, final: bool = False) -> None:
+        """What was found for it; `final`: and more will not be."""
+        answer = self._hand_overs.found(look_up, found, time.monotonic(), final)
+        if answer is not None:
+            self._answers.append(answer)
+
+    def _tidy(self) -> None:
+        """What the hand-overs leave behind."""
+        spare = self._hand_overs.take_spare()
+        if spare:
+            self._unsettled.add(Settle(releases=tuple(spare)))
+        for store in self._hand_overs.given_up:
+            logger.warning(VAIN, store, MOST_IN_VAIN, PAUSE_S)
+        self._hand_overs.given_up.clear()
 
     def _take_reached(self, answer: _Answer) -> None:
         """A store that is lost shows by its other calls: here the answer that there was is as good as any."""
         reaching = self._reaching.pop(answer.token, None)
         if reaching is not None:
-            self._answers.append(answer.result if answer.error is None else reaching.have)
+            self._answer(reaching.look_up, answer.result if answer.error is None else reaching.have)
             return
         have = self._late.pop(answer.token)
         if answer.error is None and have.lease is None and answer.result.lease is not None:
-            self._unsettled.append(Settle(releases=(answer.result.lease,)))
+            self._unsettled.add(Settle(releases=(answer.result.lease,)))
 
     def _too_late(self, result: Any) -> None:
         """Somebody was told that it is a miss. (A late settlement was sent again meanwhile.)"""
         leases = tuple(one.lease for one in result if one.lease is not None) if isinstance(result, list) else ()
         if leases:
-            self._unsettled.append(Settle(releases=leases))
+            self._unsettled.add(Settle(releases=leases))
 
     def _take_settled(self, answer: _Answer) -> None:
-        settled, self._settling, self._settle_token = self._settling, [], 0
+        self._settle_token = 0
         if answer.error is not None:
-            self._unsettled.extendleft(reversed([one for one in settled if _size(one)]))
-            self._bound()
+            self._unsettled.lost()
             self._lost(answer.error)
         else:
+            self._unsettled.confirmed()
             self._life, self._up = answer.result, True
             self._pause, self._timeouts = FIRST_PAUSE_S, 0
         self._tried.set()
@@ -303,20 +357,24 @@ class StoreAsker:
             self._miss(asked)
             self._timeouts += 1
         for token in [token for token, one in self._reaching.items() if one.limit <= now]:
-            have = self._reaching.pop(token).have
-            self._answers.append(have)
-            self._late[token] = have
+            reaching = self._reaching.pop(token)
+            self._late[token] = reaching.have
+            self._answer(reaching.look_up, reaching.have)
             if len(self._late) > MAX_LATE:
                 del self._late[next(iter(self._late))]
-        if self._settling and self._settle_limit <= now:
+        self._answers.extend(self._hand_overs.over(now))
+        if self._settle_token and self._settle_limit <= now:
             late = HostError(f"it settled nothing within {self._timeout_s:g} s")
             self._take_settled(_Answer(self._settle_token, None, late))
         if self._up and self._timeouts >= TIMEOUTS_TO_DOWN:
             self._lost(HostError(f"{self._timeouts} look-ups took longer than {self._timeout_s:g} s"))
 
     def _miss(self, look_ups: Iterable[LookUp]) -> None:
-        life = self._life or StoreLife("")
-        self._answers.extend(LookedUp(life, look_up.request, 0) for look_up in look_ups)
+        for look_up in look_ups:
+            self._answer(look_up, self._missed(look_up), final=True)
+
+    def _missed(self, look_up: LookUp) -> LookedUp:
+        return LookedUp(self._life or StoreLife(""), look_up.request, 0)
 
     def _lost(self, error: HostError | None = None) -> None:
         """Not asked again before it has given a sign of life."""
@@ -325,23 +383,3 @@ class StoreAsker:
             logger.warning("engine %s lost its store (%s); it goes on without", self._engine, why)
         self._up, self._timeouts = False, 0
         self._try_at = time.monotonic() + self._pause
-
-    def _bound(self) -> None:
-        if len(self._unsettled) <= MAX_SETTLE:  # so that the sum costs nothing while all is well
-            return
-        kept = sum(map(_size, self._unsettled))
-        while kept > MAX_UNSETTLED:
-            kept -= _size(self._unsettled.popleft())
-
-
-def _size(settle: Settle) -> int:
-    return len(settle.commits) + len(settle.aborts) + len(settle.releases)
-
-
-def _merged(settles: Iterable[Settle]) -> Settle:
-    several = list(settles)
-    return Settle(
-        commits=tuple(job for settle in several for job in settle.commits),
-        aborts=tuple(job for settle in several for job in settle.aborts),
-        releases=tuple(lease for settle in several for lease in settle.releases),
-    )

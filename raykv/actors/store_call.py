@@ -31,6 +31,10 @@ class StoreProcess(Protocol):
 class StoreCaller(Protocol):
     """One store, whatever its life: a call goes to the life that is there. Any thread."""
 
+    @property
+    def name(self) -> str:
+        """Of its actor: other nodes find it by that."""
+
     def submit(self, method: str, *args: Any, done: Done) -> None:
         """Send a call; does not wait for its answer. What goes wrong reaches `done`, or is raised."""
 

@@ -26,7 +26,17 @@ from raykv.errors import HostError, RayKVError, StoreError
 from raykv.store_messages import Attached, StoreSpec
 
 PREFIX = "raykv-store-"
-GROUPS = {"look_up": 1, "load": 8, "save": 8, "settle": 1, "reach": 4, "lend": 1, handles.CONTROL_GROUP: 4}
+GROUPS = {
+    "look_up": 1,
+    "load": 8,
+    "save": 8,
+    "settle": 1,
+    "reach": 4,
+    "lend": 1,
+    "drain": 2,
+    "adopt": 2,
+    handles.CONTROL_GROUP: 4,
+}
 """Threads by concurrency group: a look-up waits for look-ups only, a rank's load for nobody's save."""
 GROUP_OF = {"look_ups": "look_up", "give_back": "lend", **{name: name for name in GROUPS}}
 OPEN_S = 60.0

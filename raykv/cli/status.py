@@ -1,4 +1,4 @@
-"""`raykv status`: nodes, engines, stores and the actors of engines."""
+"""`raykv status`: nodes, engines, stores, the Directory and the actors of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from raykv.cli.base import command, out, plain
 
 if TYPE_CHECKING:
-    from raykv.actors.observer import ClusterView
+    from raykv.actors.observer import ClusterView, HostRow
     from raykv.cluster_messages import ClusterStatus
 
 STYLES = {
@@ -49,12 +49,16 @@ def status_command(address: str | None, namespace: str, timeout: float) -> dict[
         _print_cluster(view, status)
     elif problem:
         out.print(f"[red]{plain(problem)}[/]")
-    hosts = [row for row in view.hosts if _of_an_engine(row.name)]
-    _print_hosts(view, hosts, namespace, status is not None)
+    _print_directory(view.directory)
+    _print_stores(view)
+    hosts = [row for row in view.hosts if _of_an_engine(row)]
+    _print_hosts(view, hosts, namespace, status is not None or bool(view.stores))
     return {
         "address": view.address,
         "nodes": view.nodes,
-        "hosts": [dataclasses.asdict(row) for row in hosts],
+        "hosts": [_plain_row(row) for row in hosts],
+        "stores": [_plain_row(row) for row in view.stores],
+        "directory": None if view.directory is None else _plain_row(view.directory),
         "cluster": None if status is None else _as_json(status),
         "problem": problem,
     }
@@ -65,13 +69,17 @@ def _as_json(status: ClusterStatus) -> dict[str, Any]:
     return {**dataclasses.asdict(status), "spec": spec, "ready": status.ready}
 
 
-def _of_an_engine(name: str) -> bool:
-    """Not what the Controller's own rows show."""
+def _plain_row(row: HostRow) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(row).items() if key != "figures" or value is not None}
+
+
+def _of_an_engine(row: HostRow) -> bool:
+    """Not what the other tables show."""
     from raykv.actors.directory_handle import NAME as DIRECTORY
     from raykv.actors.nodes import PREFIX
     from raykv.cluster_messages import CONTROLLER
 
-    return not name.startswith(PREFIX) and name not in (CONTROLLER, DIRECTORY)
+    return not row.is_store and not row.name.startswith(PREFIX) and row.name not in (CONTROLLER, DIRECTORY)
 
 
 def _print_nodes(view: ClusterView, status: ClusterStatus | None) -> None:
@@ -109,6 +117,74 @@ def _print_cluster(view: ClusterView, status: ClusterStatus) -> None:
     for store in status.stores:
         if store.error:
             out.print(f"[yellow]store {store.store}:[/] {plain(store.error)}")
+
+
+def _print_directory(row: HostRow | None) -> None:
+    if row is None:
+        return
+    if row.figures is None:
+        out.print(f"Directory: {plain(_why_none(row))}", style="yellow")
+        return
+    figures = row.figures
+    filling = sum(not holder["whole"] for holder in figures["holders"])
+    out.print(
+        f"Directory: {figures['keys']:,} blocks on {_count(figures['nodes'], 'node')}, "
+        f"{_count(len(figures['holders']), 'store')}, {figures['index_nbytes'] / 1e6:,.1f} MB (pid {row.pid})"
+        + (f", [yellow]{_count(filling, 'store')} still to tell all[/]" if filling else "")
+    )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("s" if number != 1 else "")
+
+
+def _print_stores(view: ClusterView) -> None:
+    """A row for each tier. What needs words, and what a store lent to others and read from them, is in lines below."""
+    hosts = {node["node_id"]: node["host"] for node in view.nodes}
+    table = Table("tiers of store", "node", "tier", "blocks", "room", "hits", "evicted", box=None)
+    notes = []
+    for row in view.stores:
+        name, node = row.store_and_node
+        place = (plain(name), f"{node[:8]} {plain(hosts.get(row.node_id or '', ''))}".strip())
+        figures = row.figures
+        if figures is None or not figures["tiers"]:
+            table.add_row(*place, *"-----")
+            notes.append((place, "no engine has opened its tiers yet" if figures is not None else _why_none(row)))
+            continue
+        for tier in figures["tiers"]:
+            table.add_row(*place, tier["medium"], *(f"{tier[key]:,}" for key in ("used", "slots", "hits", "evicted")))
+            notes += [(place, note) for note in _tier_notes(tier)]
+        notes += [(place, note) for note in _peer_notes(figures.get("peer"))]
+        if figures.get("drain"):
+            notes.append((place, f"drained: {figures['drain']}"))
+    if view.stores:
+        out.print(table)
+    for (name, node), note in notes:
+        out.print(f"[yellow]store {name} on {node}:[/] {plain(note)}")
+
+
+def _why_none(row: HostRow) -> str:
+    if row.error:
+        return f"{row.state}: {row.error}"
+    return "it runs another RayKV" if row.pid is not None else row.state
+
+
+def _tier_notes(tier: dict[str, Any]) -> list[str]:
+    notes = []
+    if tier["off"]:
+        notes.append(f"{tier['medium']} is off: {tier['off']}")
+    if tier["bad_reads"]:
+        notes.append(f"{tier['medium']}: {_count(tier['bad_reads'], 'bad block')}, each a miss")
+    return notes
+
+
+def _peer_notes(peer: dict[str, Any] | None) -> list[str]:
+    """Of a store with a peer tier."""
+    if peer is None:
+        return []
+    bad = f"; {_count(peer['bad_blocks'], 'bad block')} not used" if peer["bad_blocks"] else ""
+    lent = f"lent {_count(peer['lent_blocks'], 'block')} to other nodes ({peer['lent_now']:,} now)"
+    return [f"peer: {lent}, read {peer['read_blocks']:,} from them{bad}"]
 
 
 def _print_hosts(view: ClusterView, hosts: list[Any], namespace: str, controlled: bool) -> None:

@@ -44,7 +44,7 @@ from raykv.config.reader import Reader, copy_json, did_you_mean, show
 from raykv.config.tiers import KEYS as STORE_KEYS
 from raykv.config.tiers import parse_tiers
 from raykv.errors import ConfigError
-from raykv.store_messages import Medium
+from raykv.store_messages import Cascade, Medium
 
 TOP_KEYS = frozenset(
     {"model", "vllm", "engines", "tiers", "stores", "router", "listen", "command", "environment"}
@@ -118,7 +118,7 @@ def _engine(
     if store is not None and found is None:
         raise ConfigError(f"{entry.path('store')} is {show(store)}. {did_you_mean(store, [s.name for s in stores])}")
     if role is not EngineRole.BOTH:
-        _check_transport(entry, transport, found)
+        _check_transport(entry, role, transport, found)
     return EngineSpec(
         name=name,
         role=role,
@@ -134,7 +134,7 @@ def _engine(
     )
 
 
-def _check_transport(entry: Reader, transport: Transport, store: StoreWanted | None) -> None:
+def _check_transport(entry: Reader, role: EngineRole, transport: Transport, store: StoreWanted | None) -> None:
     """The store must have what carries the blocks over."""
     if transport is Transport.TIERS and not (store is not None and store.spec.peer):
         raise ConfigError(
@@ -145,6 +145,12 @@ def _check_transport(entry: Reader, transport: Transport, store: StoreWanted | N
         raise ConfigError(
             f'{entry.path("transport")} is "fs", but its store has no tier in a shared folder. Add '
             "{medium: fs, path: /mnt/shared/raykv, capacity: 1TiB} to its tiers."
+        )
+    if transport is Transport.FS and role is EngineRole.PREFILL and store and store.spec.cascade is not Cascade.WRITE:
+        raise ConfigError(
+            f'{entry.path("transport")} is "fs", so a decode engine reads what this engine has just written, but its '
+            f'store has cascade "{store.spec.cascade}": blocks get to the shared folder when their room is needed, not '
+            "before. Set `cascade: write` in its entry of `stores` (tiers at the top can't say it)."
         )
 
 

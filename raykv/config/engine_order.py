@@ -10,6 +10,8 @@ from typing import Any
 from raykv.cluster_messages import EngineOrder, EngineRole
 from raykv.config.cluster_parts import flags
 from raykv.config.cluster_spec import LOOPBACK, ClusterSpec, EngineSpec, Listen, Transport
+from raykv.config.model import ChildOptions
+from raykv.config.tiers import parse_tiers
 
 MODULE = "raykv.connector"
 NIXL_ROLE = {
@@ -17,6 +19,7 @@ NIXL_ROLE = {
     EngineRole.DECODE: "kv_consumer",
     EngineRole.BOTH: "kv_both",
 }
+LOOK_UP_SLACK_S = 1.0
 VLLM = ("vllm", "serve")
 """Its actor takes the vLLM of its own environment for this."""
 
@@ -66,12 +69,14 @@ def multi_config(children: Sequence[dict[str, Any]], load_policy: str) -> dict[s
 
 
 def tier_child(extra: Any) -> dict[str, Any]:
-    """A TierConnector with this extra config."""
+    """A TierConnector with this extra config. Its MultiConnector waits for its look-ups longer than it does itself."""
+    limit_s, own = ChildOptions.lookup_timeout_s, parse_tiers(extra).lookup_timeout_s
+    around = {"raykv": {"lookup_timeout_s": own + LOOK_UP_SLACK_S}} if own + LOOK_UP_SLACK_S > limit_s else {}
     return {
         "kv_connector": "TierConnector",
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(extra),
+        "kv_connector_extra_config": {**extra, **around},
     }
 
 

@@ -108,8 +108,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """False always: vLLM may free now, the pins hold what is still read."""
-        self._scheduler.request_finished(request)
-        return False, None
+        return False, self._scheduler.request_finished(request)
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_pending_block_frees()

@@ -64,6 +64,10 @@ class KnownRequests:
         salt = self.salt + known.salt
         return [block_key(known.request.block_hashes[i], salt) for i in places]
 
+    def is_private(self, known: Known) -> bool:
+        """Whether no other engine knows its blocks by the same keys."""
+        return bool(self.salt or known.salt)
+
     def __len__(self) -> int:
         return len(self._known)
 

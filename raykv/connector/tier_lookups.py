@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from raykv.store_messages import LookedUp, LookUp, Settle
+from raykv.store_messages import HandOver, LookedUp, LookUp, Settle
 from raykv.types import LeaseId, RequestId
 
 
@@ -24,7 +24,12 @@ class Asker(Protocol):
 
     def wait_tried(self, timeout_s: float) -> bool: ...
 
+    @property
+    def store(self) -> str: ...
+
     def ask(self, look_up: LookUp) -> None: ...
+
+    def forget(self, request: RequestId) -> None: ...
 
     def take_answers(self) -> list[LookedUp]: ...
 
@@ -48,6 +53,7 @@ class Outcome(enum.Enum):
 class _Asked:
     name: RequestId
     asked_at: float
+    hand_over: HandOver | None = None
     answer: LookedUp | None = None
     answered_at: float = 0.0
     missed: bool = False
@@ -65,14 +71,15 @@ class TierLookUps:
         self._numbers = itertools.count()
         self.asks = self.misses = self.timed_out = 0
 
-    def ask(self, request: RequestId, hashes: bytes, now: float) -> None:
-        """Ask for the prefix with these block hashes; an earlier question of the request is dropped."""
+    def ask(self, request: RequestId, hashes: bytes, now: float, hand_over: HandOver | None = None) -> None:
+        """Ask for the prefix with these block hashes; an earlier question of the request is dropped. The answer may
+        wait for what `hand_over` announces."""
         self.drop(request)
         name = RequestId(f"{request}#{next(self._numbers)}")
-        self._asked[request] = _Asked(name, now)
+        self._asked[request] = _Asked(name, now, hand_over)
         self._request_of[name] = request
         self.asks += 1
-        self._asker.ask(LookUp(name, hashes))
+        self._asker.ask(LookUp(name, hashes, hand_over))
 
     def drain(self, now: float) -> None:
         """Take in what was answered."""
@@ -125,8 +132,17 @@ class TierLookUps:
         if asked.answer is None:
             # Its name stays unknown to `drain`, which then gives the lease back.
             self._request_of.pop(asked.name, None)
+            if asked.hand_over is not None:
+                self._asker.forget(asked.name)
         elif asked.answer.lease is not None:
             self._asker.release([asked.answer.lease])
+
+    def waits_for(self, request: RequestId) -> int:
+        """How many leading blocks must be there before its answer comes; 0 if it has come, or waits for none."""
+        asked = self._asked.get(request)
+        if asked is None or asked.answer is not None or asked.missed or asked.hand_over is None:
+            return 0
+        return asked.hand_over.blocks
 
     def requests(self) -> list[RequestId]:
         """Those with a look-up that nobody has taken."""

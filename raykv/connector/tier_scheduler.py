@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from raykv.connector import tier_hints
 from raykv.connector.tier_jobs import Ended, TierJobs
 from raykv.connector.tier_known import Known, KnownRequests
 from raykv.connector.tier_lookups import Asker, Outcome, TierLookUps
@@ -99,16 +100,20 @@ class TierScheduler:
     def on_new_request(self, request: Request) -> None:
         request_id = RequestId(request.request_id)
         self._look_ups.drop(request_id)
-        self._ask(request_id, self._known.add(request))
+        self._ask(request_id, self._known.add(request), arrives=True)
 
-    def _ask(self, request_id: RequestId, known: Known) -> bool:
-        """Ask for what may be loaded: whole blocks, and not all tokens, since one must be computed to go on from."""
+    def _ask(self, request_id: RequestId, known: Known, arrives: bool = False) -> bool:
+        """Ask for what may be loaded: whole blocks, and not all tokens, since one must be computed to go on from. A
+        request that arrives may wait for what a prefill engine is saving for it."""
         request = known.request
         count = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if not self._may_load or count < 1 or request.skip_reading_prefix_cache:
             return False
         hashes = b"".join(self._known.keys(known, range(count)))
-        self._look_ups.ask(request_id, hashes, time.monotonic())
+        hand_over = None
+        if arrives and not self._known.is_private(known):
+            hand_over = tier_hints.read_hint(request.kv_transfer_params, self._block_size, count)
+        self._look_ups.ask(request_id, hashes, time.monotonic(), hand_over)
         return True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -124,7 +129,11 @@ class TierScheduler:
         if outcome is Outcome.STALE and self._ask(request_id, known):
             return None, False
         if outcome is Outcome.PENDING:
-            return None, False
+            waits_for = self._look_ups.waits_for(request_id) * self._block_size
+            if not 0 < waits_for <= num_computed_tokens:
+                return None, False
+            self._look_ups.drop(request_id)  # what would be handed over is here
+            return 0, False
         tokens = held * self._block_size - num_computed_tokens
         if tokens <= 0 or self._stalls.is_withdrawn(request_id):
             return 0, False
@@ -236,12 +245,23 @@ class TierScheduler:
 
     # -- the end of a request, and questions of the engine --------------------------------------------------
 
-    def request_finished(self, request: Request) -> None:
-        """vLLM may free its blocks at once: the pins of its saves hold them."""
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """vLLM may free its blocks at once: the pins of its saves hold them. Returns what an engine that goes on with
+        this request is told."""
         request_id = RequestId(request.request_id)
+        hint = self._hint(request, self._known.get(request_id))
         self._look_ups.drop(request_id)
         self._stalls.taken(request_id)
         self._known.forget(request_id)
+        return hint
+
+    def _hint(self, request: Request, known: Known | None) -> dict[str, Any] | None:
+        """None where nobody asked, or nobody else can find it."""
+        if known is None or not known.saved or self._known.is_private(known) or not self._asker.store:
+            return None
+        if not tier_hints.is_wanted(request.kv_transfer_params):
+            return None
+        return tier_hints.hint(self._asker.store, known.saved * self._block_size)
 
     def has_pending_block_frees(self) -> bool:
         return self._jobs.frees_soon()

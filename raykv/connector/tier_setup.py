@@ -30,6 +30,8 @@ logger = logging.getLogger("raykv")
 
 REACH_SHARE = 0.6
 """Of a look-up's time limit may go by while the store looks at other nodes: its own answer must still come in time."""
+HAND_OVER_SHARE, HAND_OVER_LEASES = 0.8, 0.25
+"""Of a look-up's time limit, and of a lease's time, may go by while announced blocks are waited for."""
 WHOLE_PREFIX = (FullAttentionSpec, MLAAttentionSpec, ChunkedLocalAttentionSpec)
 """KV groups that need every block of a prefix. (Of chunks a shorter tail would do; more is only fewer hits.)"""
 
@@ -154,7 +156,12 @@ def worker_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierWorker:
 def new_asker(options: TierOptions, engine: EngineId) -> StoreAsker:
     """The scheduler half's link."""
     reach_s = REACH_SHARE * options.lookup_timeout_s if options.store.peer else 0.0
-    return StoreAsker(lambda: open_store(options), engine, options.timeout_s, reach_s)
+    return StoreAsker(lambda: open_store(options), engine, options.timeout_s, reach_s, hand_over_s(options))
+
+
+def hand_over_s(options: TierOptions) -> float:
+    """How long a look-up waits for blocks that are announced: its answer must come in time, and its lease last."""
+    return min(HAND_OVER_SHARE * options.lookup_timeout_s, HAND_OVER_LEASES * options.store.lease_s)
 
 
 def new_link(options: TierOptions, attach: RankAttach) -> StoreWorkerLink:

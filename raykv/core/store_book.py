@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from raykv.core.content_log import ContentLog
+from raykv.core.drain_book import DrainBook
 from raykv.core.fetches import Fetches
 from raykv.core.leases import LeaseBook
 from raykv.core.moves import Moves
@@ -61,6 +62,7 @@ class StoreBook:
         self._lease_s = lease_s
         self._scrub = Scrub(self._tiers)
         self._fetches = Fetches(self._tiers)
+        self.drain = DrainBook(self._tiers, cascade, low)
         self._counts: Counter[str] = Counter()
         self.content = ContentLog(self._tiers)
         """What a Directory is to be told; off until somebody does so."""
@@ -384,5 +386,5 @@ class StoreBook:
         """Raise IntegrityError unless pins and WRITING slots have owners and counts agree. Reads every slot."""
         self._jobs.check_integrity()
         self._leases.check_integrity()
-        pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned()
+        pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned() + self.drain.pinned()
         self._tiers.check_integrity(pinned, [*self._jobs.places(), *self._moves.targets(), *self._fetches.targets()])

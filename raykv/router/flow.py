@@ -3,7 +3,7 @@
 - A prefill engine that fails: another one, once; then the decode engine computes the prompt itself.
 - A decode engine that fails before the client has got a byte: another one, once. It gets parameters of its own: the
   first engine may have read the prefill engine's blocks, and the first read frees them. Only parameters that surely
-  nobody has seen are used again.
+  nobody has seen are used again. (By the tiers they are a hint, and good for any number of engines.)
 - After the first byte nothing is tried again: the stream ends with one error.
 """
 
@@ -87,12 +87,17 @@ class Flow:
                     self._table.failed(engine, time.monotonic())
             self.counts["decode engine failed"] += 1
             tried.add(engine.name)
-            if not isinstance(fault, Unsent):
+            if not isinstance(fault, Unsent) and self._read_once:
                 params = None
             if isinstance(fault, Slow):
                 raise Refusal(504, f"{fault}. The router gave the request up.")
             if last and fault is not None:
                 raise Refusal(502, f"{fault}. No other engine could take the request over.")
+
+    @property
+    def _read_once(self) -> bool:
+        """Whether a prefill is of use to one decode engine only."""
+        return self._options.transport is Transport.NIXL
 
     def _decode_engine(self, prefix: tuple[bytes, ...], tried: set[str]) -> EngineInfo:
         """One that was not tried; if there is none, one that was: its connection may have been stale."""
@@ -152,9 +157,7 @@ class Flow:
                     break  # the request is at fault: the decode engine says how
                 self._table.worked(engine, prompt.prefix)
             self.counts["prefills"] += 1
-            if self._options.transport is not Transport.NIXL:
-                return False, None
-            return True, prompt.params_from(_object(answer))
+            return self._read_once, prompt.params_from(_object(answer), self._options.transport)
         self.counts["prefills given up"] += 1
         return False, None
 

@@ -1,6 +1,7 @@
 """One generation request, read once: does a prefill on another engine fit it, and what is sent to whom.
 
-The hop must never change the answer. By the tiers it can't: the decode engine looks blocks up by their hash. By NIXL
+The hop must never change the answer. By the tiers it can't: the decode engine looks blocks up by their hash, and what
+the prefill engine says of them (which store gets how much) is a hint that can cost time and nothing else. By NIXL
 it reads blocks by their number and trusts that they are those of its prompt, so what follows is left to the decode
 engine alone (read from vLLM 0.32):
 
@@ -37,6 +38,8 @@ REMOTE_DECODE: Mapping[str, Any] = {
     "remote_port": None,
 }
 """What vLLM's NixlConnector wants to hear on the prefill side."""
+HAND_OVER: Mapping[str, Any] = {"do_remote_decode": True}
+"""What makes RayKV's TierConnector say what it has saved."""
 PARAMS = "kv_transfer_params"
 
 # A client that could set these could read other clients' blocks, or make an engine call any address.
@@ -82,6 +85,8 @@ class Prompt:
             fields[PARAMS] = {**(fields.get(PARAMS) or {}), **REMOTE_DECODE}
             if self.is_chat:
                 fields["return_token_ids"] = True
+        else:
+            fields[PARAMS] = {**(fields.get(PARAMS) or {}), **HAND_OVER}
         return json.dumps(fields).encode()
 
     def for_decode(self, params: Mapping[str, Any] | None) -> bytes:
@@ -94,12 +99,12 @@ class Prompt:
         # Not taken apart and put together again: what the client wrote stays as it was, to the byte.
         return self.body.rstrip()[:-1] + b"," + json.dumps({PARAMS: params}).encode()[1:]
 
-    def params_from(self, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    def params_from(self, answer: Mapping[str, Any], transport: Transport) -> dict[str, Any] | None:
         """What the decode engine needs to know, from a prefill engine's answer; None: there is nothing to fetch."""
         params = answer.get(PARAMS)
         if not isinstance(params, dict) or not params:
             return None
-        if self.is_chat:
+        if self.is_chat and transport is Transport.NIXL:
             ids = answer.get("prompt_token_ids")
             if not isinstance(ids, list) or not ids:
                 return None

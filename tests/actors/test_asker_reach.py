@@ -26,6 +26,8 @@ ALL = LookedUp(LIFE, ASKED.request, 3, LeaseId(5), (Medium.HOST, Medium.PEER, Me
 class Store:
     """Answers at once; `reach` is answered by the test."""
 
+    name = "here"
+
     def __init__(self, have: LookedUp) -> None:
         self.have = have
         self.reaches: list[tuple[tuple[Any, ...], Done]] = []

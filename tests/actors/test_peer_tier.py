@@ -11,11 +11,23 @@ from typing import Any
 
 import pytest
 
+from raykv.actors import peer_reach
 from raykv.actors.node_store import NodeStore
 from raykv.peer_messages import Lend, Lent
 from raykv.storage import nixl_transport
 from raykv.storage.nixl_transport import TransferState
-from raykv.store_messages import JobDone, LoadJob, LookedUp, Medium, Settle, StoreSpec, TierSpec
+from raykv.store_messages import (
+    HandOver,
+    JobDone,
+    LoadJob,
+    LookedUp,
+    LookUp,
+    Medium,
+    PeerStatus,
+    Settle,
+    StoreSpec,
+    TierSpec,
+)
 from raykv.types import EngineId, JobId, LeaseId, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.peer_stores import Nodes, find
@@ -106,12 +118,15 @@ def test_what_one_node_saved_another_loads_byte_for_byte(h: Harness) -> None:
     found = find(b, E, look_up("p", 9))
     assert (found.num_blocks, found.media) == (4, (Medium.PEER,) * 4)
     assert a.status().leases == 1
+    assert a.status().peer == PeerStatus(lent_blocks=4, lent_now=4, read_blocks=0, bad_blocks=0)
     done = h.get(b, near, found, [20, 2, 9, 11])
     assert (done.ok, done.error, done.bad_blocks, done.media) == (True, "", (), {Medium.PEER: 4})
     assert near.blocks([20, 2, 9, 11]) == before
     release(b, found)
     eventually(lambda: a.status().leases == 0)
     assert b.status().leases == 0
+    assert a.status().peer == PeerStatus(lent_blocks=4, lent_now=0, read_blocks=0, bad_blocks=0)
+    assert b.status().peer == PeerStatus(lent_blocks=0, lent_now=0, read_blocks=4, bad_blocks=0)
     # It was read into slots of its own, so the next one finds it here.
     near.wipe(range(24))
     found = find(b, E, look_up("p", 4))
@@ -407,6 +422,56 @@ def test_nobody_is_asked_without_a_directory(h: Harness) -> None:
     _, b, _, _ = a_hit(h)
     h.nodes.directory_up = False
     assert not b.look_ups(E, [look_up("p", 9, "next")])[0].more
+
+
+def told(store: str, blocks: int, name: str) -> LookUp:
+    return dataclasses.replace(look_up("p", 4, name), hand_over=HandOver(blocks, store))
+
+
+def test_a_store_that_is_named_needs_no_directory(h: Harness) -> None:
+    a, b = h.store("a"), h.store("b")
+    far, near = h.rank(a, FAR), h.rank(b, E)
+    h.nodes.directory_up = False
+    asked = told("a", 4, "early")
+    (have,) = b.look_ups(E, [asked])
+    assert b.reach(E, asked, have, PATIENCE) == have, "nothing is there yet"
+    before = far.blocks(range(4))
+    h.put(a, far, "p", list(range(4)))
+    again = told("a", 4, "early+1")
+    found = b.reach(E, again, have, PATIENCE)
+    assert (found.num_blocks, found.media) == (4, (Medium.PEER,) * 4)
+    assert h.get(b, near, found, [10, 11, 12, 13]).ok and near.blocks(range(10, 14)) == before
+    release(b, found)
+    eventually(lambda: a.status().leases == 0)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "b", "a"])
+def test_a_wrong_name_leaves_the_directory(h: Harness, name: str) -> None:
+    """`a` has nothing, `b` asks, and nobody knows `nowhere`; `c` has it."""
+    a, b, c = h.store("a"), h.store("b"), h.store("c")
+    h.rank(a, EngineId("idle"))
+    far = h.rank(c, FAR)
+    h.rank(b, E)
+    h.put(c, far, "p", list(range(4)))
+    asked = told(name, 9, "r")
+    (have,) = b.look_ups(E, [asked])
+    found = b.reach(E, asked, have, PATIENCE)
+    assert found.media == (Medium.PEER,) * 4 and c.status().leases == 1
+    assert h.nodes.callers["a"].count("lend") <= 1
+    release(b, found)
+
+
+def test_names_that_fail_are_not_kept_for_ever(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_reach, "MOST_FAILING", 10)
+    b = h.store("b")
+    h.rank(b, E)
+    h.nodes.directory_up = False
+    for number in range(25):
+        asked = told(f"nowhere{number}", 4, f"r{number}")
+        assert not b.reach(E, asked, b.look_ups(E, [asked])[0], PATIENCE).num_blocks
+    assert b._peers is not None
+    peers = b._peers.reacher._peers
+    assert len(peers._backoff._records) <= 10 and not peers.may("nowhere24")
 
 
 def test_a_store_without_a_peer_tier_lends_nothing(h: Harness) -> None:

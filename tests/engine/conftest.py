@@ -22,6 +22,7 @@ BACK_WITHIN_S = 90.0
 
 
 ORDER = (
+    "test_cluster",
     "test_pd",
     "test_tensor_parallel",
     "test_start_errors",

@@ -38,7 +38,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-TRANSPORTS = ("nixl", "tiers", "fs")
+# One in `make test`: each starts two engines, and a third one after the kill.
+TRANSPORTS = ("tiers", *(pytest.param(name, marks=pytest.mark.soak) for name in ("nixl", "fs")))
 
 
 def tiers(transport: str, folder: Path) -> list[dict[str, Any]]:

@@ -72,7 +72,10 @@ class FakeEngine:
         """A prefill engine's answer."""
         self._prefills += 1
         answer = {"id": "cmpl-x", "choices": [{"text": "x"}], "kv_transfer_params": None}
-        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        asked = body.get("kv_transfer_params") or {}
+        if asked.get("do_remote_decode") and "remote_engine_id" not in asked:
+            answer["kv_transfer_params"] = {"raykv_tiers": {"store": f"store of {self.name}", "tokens": 64}}
+        elif asked.get("do_remote_decode"):
             answer["kv_transfer_params"] = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -127,6 +130,11 @@ def says(status: int, message: str = "no") -> Behaviour:
         return web.json_response({"error": {"message": message, "type": "t", "code": status}}, status=status)
 
     return behave
+
+
+async def says_nothing(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A prefill engine whose connector gives no parameters."""
+    return web.json_response({"id": "cmpl-x", "choices": [{"text": "x"}], "kv_transfer_params": None})
 
 
 async def dies(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

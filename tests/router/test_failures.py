@@ -152,6 +152,8 @@ def test_by_the_tiers_one_prefill_is_enough() -> None:
             for number in range(10):
                 assert (await opened.post({**BODY, "prompt": f"{number} {PROMPT}"}))[0] == 200
             assert opened["d0"].seen and len(opened["p0"].seen) == 10
+            hints = [seen.body["kv_transfer_params"] for name in ("d0", "d1") for seen in opened[name].seen]
+            assert all(hint == {"raykv_tiers": {"store": "store of p0", "tokens": 64}} for hint in hints)
 
     drive(scenario())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raykv.config.cluster_spec import Transport
+from tests.router import fake_engine as fakes
 from tests.router.fake_engine import TOKENS, Door, door, drive, engine, says
 
 PROMPT = "Once upon a time " * 40
@@ -74,15 +75,33 @@ def test_a_chat_takes_the_prefill_engines_tokens() -> None:
 
 
 @pytest.mark.parametrize("transport", [Transport.TIERS, Transport.FS])
-def test_by_the_tiers_nothing_is_carried(transport: Transport) -> None:
+def test_by_the_tiers_a_hint_is_carried(transport: Transport) -> None:
     async def scenario() -> None:
         async with door([engine("p0"), engine("d0")], transport=transport) as opened:
             raw = json.dumps({"prompt": PROMPT, "n": 3}).encode()
             async with opened.client.post(opened.url + "/v1/completions", data=raw) as response:
                 assert response.status == 200
-            assert "kv_transfer_params" not in opened["p0"].seen[0].body
+            assert opened["p0"].seen[0].body["kv_transfer_params"] == {"do_remote_decode": True}
             assert opened["p0"].seen[0].body["n"] == 1
-            assert opened["d0"].seen[0].raw == raw
+            hint = {"kv_transfer_params": {"raykv_tiers": {"store": "store of p0", "tokens": 64}}}
+            assert opened["d0"].seen[0].raw == raw[:-1] + b"," + json.dumps(hint).encode()[1:]
+            # A chat's prompt is rendered again: the decode engine looks for its own.
+            body = {"messages": [{"role": "user", "content": PROMPT}]}
+            assert (await opened.post(body, "/v1/chat/completions"))[0] == 200
+            assert "return_token_ids" not in opened["p0"].seen[1].body
+            assert opened["d0"].seen[1].body == {**body, **hint}
+
+    drive(scenario())
+
+
+def test_by_the_tiers_a_prefill_engine_without_a_hint_is_fine() -> None:
+    async def scenario() -> None:
+        raw = json.dumps({"prompt": PROMPT}).encode()
+        for behave in (fakes.says_nothing, fakes.says(404)):
+            async with door([engine("p0", behave), engine("d0")], transport=Transport.TIERS) as opened:
+                async with opened.client.post(opened.url + "/v1/completions", data=raw) as response:
+                    assert response.status == 200
+                assert opened["p0"].seen and opened["d0"].seen[0].raw == raw
 
     drive(scenario())
 

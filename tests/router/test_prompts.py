@@ -67,7 +67,16 @@ def test_which_requests_hop(fields: dict[str, Any], by_nixl: bool, by_tiers: boo
 
 @pytest.mark.parametrize(
     "key",
-    ["do_remote_prefill", "do_remote_decode", "remote_host", "remote_block_ids", "raykv", "prompt_token_ids", "_x"],
+    [
+        "do_remote_prefill",
+        "do_remote_decode",
+        "remote_host",
+        "remote_block_ids",
+        "raykv",
+        "raykv_tiers",
+        "prompt_token_ids",
+        "_x",
+    ],
 )
 def test_a_client_can_not_point_at_blocks(key: str) -> None:
     with pytest.raises(Refusal) as refused:
@@ -78,7 +87,8 @@ def test_a_client_can_not_point_at_blocks(key: str) -> None:
 def test_a_clients_other_parameters_reach_both_engines() -> None:
     prompt = read({"prompt": TEXT, "kv_transfer_params": {"lmcache.skip_save": True}})
     assert json.loads(prompt.for_prefill(Transport.NIXL))["kv_transfer_params"]["lmcache.skip_save"] is True
-    assert json.loads(prompt.for_prefill(Transport.TIERS))["kv_transfer_params"] == {"lmcache.skip_save": True}
+    by_tiers = json.loads(prompt.for_prefill(Transport.TIERS))["kv_transfer_params"]
+    assert by_tiers == {"lmcache.skip_save": True, "do_remote_decode": True}
     sent = json.loads(prompt.for_decode(PARAMS))
     assert sent == {"prompt": TEXT, "kv_transfer_params": {"lmcache.skip_save": True, **PARAMS}}
 

@@ -54,7 +54,7 @@ def test_the_prefill_request_is_one_that_vllm_takes(transport: Transport) -> Non
         sampling = request.to_sampling_params(1, {})
         assert sampling.max_tokens == 1 and sampling.n == 1 and sampling.min_tokens == 0
         given = (sampling.extra_args or {}).get("kv_transfer_params")
-        assert bool(given and given["do_remote_decode"]) is (transport is Transport.NIXL)
+        assert given and given["do_remote_decode"]
         unchanged = {"messages", "prompt", "tools", "tool_choice", "response_format", "cache_salt", "stop", "seed"}
         before = kind(**fields)
         for name in unchanged & set(kind.model_fields):
@@ -68,12 +68,13 @@ def test_the_decode_request_carries_parameters_and_token_ids() -> None:
 
     completion, chat = classes()
     prompt = read_prompt(CHAT, json.dumps({"messages": HELLO, "max_completion_tokens": 9}).encode(), Transport.NIXL, 0)
-    params = prompt.params_from({"kv_transfer_params": PARAMS, "prompt_token_ids": [5, 6]})
+    params = prompt.params_from({"kv_transfer_params": PARAMS, "prompt_token_ids": [5, 6]}, Transport.NIXL)
     request = chat(**json.loads(prompt.for_decode(params)))
     renderer: Any = SimpleNamespace(validate_token_ids=lambda ids, parameter: None)
     assert _reused_prompt_token_ids(request, renderer, request.messages) == [5, 6]
     assert request.to_sampling_params(9, {}).extra_args["kv_transfer_params"] == PARAMS
 
     prompt = read_prompt(COMPLETIONS, json.dumps({"prompt": TEXT}).encode(), Transport.NIXL, 0)
-    request = completion(**json.loads(prompt.for_decode(prompt.params_from({"kv_transfer_params": PARAMS}))))
+    params = prompt.params_from({"kv_transfer_params": PARAMS}, Transport.NIXL)
+    request = completion(**json.loads(prompt.for_decode(params)))
     assert request.to_sampling_params(9, {}).extra_args["kv_transfer_params"] == PARAMS

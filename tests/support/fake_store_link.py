@@ -25,7 +25,7 @@ from raykv.store_messages import (
     SaveJob,
     Settle,
 )
-from raykv.types import JobId, LeaseId, Rank, StoreLife
+from raykv.types import JobId, LeaseId, Rank, RequestId, StoreLife
 
 
 def split(hashes: bytes) -> list[bytes]:
@@ -34,6 +34,8 @@ def split(hashes: bytes) -> list[bytes]:
 
 class FakeStore:
     """The store of one engine, and both ends of its links."""
+
+    store = "raykv-store-fake-00"
 
     def __init__(self) -> None:
         self.links: dict[Rank, FakeLink] = {}
@@ -64,6 +66,9 @@ class FakeStore:
         assert look_up.request not in {one.request for one in self.asked}, "a question was asked twice"
         self.asked.append(look_up)
         self._waiting.append(look_up)
+
+    def forget(self, request: RequestId) -> None:
+        """Its answer is given back when it comes."""
 
     def wait_tried(self, timeout_s: float) -> bool:
         return True

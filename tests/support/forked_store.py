@@ -32,6 +32,7 @@ class ForkedStore:
     """The store's lives, one after the other. `pid` of the life that is."""
 
     def __init__(self, spec: StoreSpec, folder: Path) -> None:
+        self.name = f"raykv-store-{spec.name}-0123"
         self._spec, self._folder = spec, folder
         self._address = str(folder / "socket")
         self._server = subprocess.Popen(

@@ -71,6 +71,7 @@ class InProcessStore:
 
     def __init__(self, spec: StoreSpec, shm: Path, *, restart_after_s: float = 0.0, **options: Any) -> None:
         self._make = lambda: NodeStore(spec, "test", shm=shm, **options)
+        self.name = f"raykv-store-{spec.name}-0123"
         self.restart_after_s = restart_after_s
         self.calls: dict[str, int] = {}
         self.lives: list[Life] = []

@@ -24,7 +24,8 @@ class PeerCaller:
     """Implements StoreCaller over a store of this process; `change` stands for a peer that lies, `hung` for one that
     does not answer."""
 
-    def __init__(self, store: NodeStore) -> None:
+    def __init__(self, name: str, store: NodeStore) -> None:
+        self.name = name
         self.store = store
         self.dead = False
         self.hung: threading.Event | None = None
@@ -99,7 +100,7 @@ class Nodes:
         if name in self.callers:
             self.callers[name].store = store
         else:
-            self.callers[name] = PeerCaller(store)
+            self.callers[name] = PeerCaller(name, store)
         return store
 
     def open_peer(self, name: str) -> PeerCaller:

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from raykv.actors.store_link import StoreAsker, StoreWorkerLink
 from raykv.config.tiers import parse_tiers
+from raykv.connector import tier_setup
 from raykv.connector.tier_known import block_key
 from raykv.core import prefix
 from raykv.core.store_plans import Place
@@ -55,7 +56,7 @@ class RealStore:
         self.askers: list[StoreAsker] = []
 
     def new_asker(self, options: Any, engine: Any) -> StoreAsker:
-        asker = StoreAsker(self.process, engine, self.limit_s)
+        asker = StoreAsker(self.process, engine, self.limit_s, wait_s=tier_setup.hand_over_s(options))
         wait(lambda: asker.up, "the store to answer")
         self.askers.append(asker)
         return asker
