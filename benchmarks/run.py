@@ -1,6 +1,6 @@
 """`make bench`: RayKV against vLLM's own MultiConnector, LMCacheMPConnector and no connector.
 
-    python -m benchmarks.run [--rounds N] [--model PATH]
+    python -m benchmarks.run [--rounds N] [--model PATH|SmolLM2] [--parts decode prefill crowd]
 
 A machine of two cores holds one engine at a time. So the variants alternate, one engine after the other, `--rounds`
 times; each figure is the median over an engine's requests or steps, and the table shows the median of the rounds
@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +30,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.table import show
-from benchmarks.workload import Samples, Workload, medians
+from benchmarks.workload import PARTS, Samples, Workload, medians
+from examples.model import small_model
 from examples.progress import Progress
 from tests.support.configs import example_child, multi, tier_child
 from tests.support.engine import Engine
@@ -56,7 +58,9 @@ def import_time(runs: int = 7) -> dict[str, Any]:
     return {"median_s": median(seconds), "highest_s": seconds[-1], "imported": outputs[0][1]}
 
 
-def measure(variant: str, model: Path, server: LMCacheServer, cluster: RayCluster, seed: str) -> Samples:
+def measure(
+    variant: str, model: Path, server: LMCacheServer, cluster: RayCluster, seed: str, parts: Sequence[str]
+) -> Samples:
     """One engine of this variant through the workload."""
     with contextlib.ExitStack() as stack:
         config = None
@@ -70,13 +74,19 @@ def measure(variant: str, model: Path, server: LMCacheServer, cluster: RayCluste
         environment = cluster.env | {"RAYKV_BENCH_BASE": variant}
         core = str(min(os.sched_getaffinity(0)))
         engine = stack.enter_context(Engine(model, config, cpus=core, env=environment))
-        return Workload(f"{seed}-{variant}", timed=variant in ("vllm", "raykv")).run(engine)
+        return Workload(f"{seed}-{variant}", timed=variant in ("vllm", "raykv"), parts=parts).run(engine)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", type=Path, default=None, help="default: the tests' tiny random model")
+    parser.add_argument(
+        "--model",
+        default=None,
+        help="a folder, or SmolLM2 for the demo's language model; default: the tests' tiny random model, whose steps "
+        "are so short that whatever else runs on the machine counts most",
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -84,7 +94,8 @@ def main() -> int:
     progress = Progress(console)
     with progress.part("import time"):
         imports = import_time()
-    model = options.model or tiny_llama()
+    with progress.part("model"):
+        model = _model(options.model)
     rounds: dict[str, list[Samples]] = {variant: [] for variant in options.variants}
     with contextlib.ExitStack() as stack:
         with progress.part("lmcache server"):
@@ -97,7 +108,9 @@ def main() -> int:
             turn = number % len(options.variants)
             for variant in (*options.variants[turn:], *options.variants[:turn]):
                 with progress.part(f"round {number + 1} of {options.rounds}: {variant}"):
-                    rounds[variant].append(measure(variant, model, server, cluster, f"{os.getpid()}-{number}"))
+                    rounds[variant].append(
+                        measure(variant, model, server, cluster, f"{os.getpid()}-{number}", options.parts)
+                    )
     figures = {variant: [medians(samples) for samples in runs] for variant, runs in rounds.items()}
     result = {
         "model": str(options.model or "tiny random Llama"),
@@ -116,6 +129,12 @@ def main() -> int:
     show(result, console)
     console.print(f"All samples: {options.output}")
     return 0
+
+
+def _model(name: str | None) -> Path:
+    if name is None:
+        return tiny_llama()
+    return small_model() if name.lower() == "smollm2" else Path(name)
 
 
 def _version(package: str) -> str | None:

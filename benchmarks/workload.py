@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -42,21 +43,25 @@ class Samples:
     asked: int = 0
 
 
+PARTS = ("decode", "prefill", "crowd")
+
+
 class Workload:
     """Random prompts by `seed`: another seed, another run without any reuse of this one."""
 
-    def __init__(self, seed: str, timed: bool) -> None:
+    def __init__(self, seed: str, timed: bool, parts: Sequence[str] = PARTS) -> None:
         self._random = random.Random(seed)
         self._timed = timed
+        self._parts = parts
 
     def run(self, engine: Engine) -> Samples:
         samples = Samples()
         for _ in range(2):  # what only the first requests pay
             engine.generate(self._prompt(300), 8)
         self._settle(engine)
-        self._decode(engine, samples)
-        self._cold_and_warm(engine, samples)
-        self._crowd(engine, samples)
+        for name, part in zip(PARTS, (self._decode, self._cold_and_warm, self._crowd), strict=True):
+            if name in self._parts:
+                part(engine, samples)
         return samples
 
     def _prompt(self, length: int) -> list[int]:
