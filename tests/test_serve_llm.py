@@ -110,6 +110,7 @@ def test_a_bad_config_is_raykvs_own_error(factory: Any) -> None:
 def test_another_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "__version__", "3.1.0")
     with pytest.raises(ServeLLMError, match=r"Ray 3\.1\.0 has another registry"):
         serve_llm.register()

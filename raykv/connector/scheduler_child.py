@@ -141,7 +141,7 @@ class SchedulerChild:
 
     def may_still_read(self, request: RequestId) -> bool:
         """For a request whose end the child is not asked about any more."""
-        return request in self.bereft and len(self._dead) < len(self.done)
+        return self.hosted and request in self.bereft and len(self._dead) < len(self.done)
 
     def deaths(self) -> list[ChildEvent]:
         """Those of the current incarnations, for what was opened after they were reported."""
