@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raykv.actors import settings
+from raykv.actors import ports, settings
 from raykv.actors.cluster_record import (
     ClusterRecord,
     HeadProcess,
@@ -130,7 +130,7 @@ def restart_head(timeout: float = 30) -> tuple[ClusterRecord, list[str]]:
 
 
 def _start(options: StartOptions) -> ClusterRecord:
-    if not _port_free(options.host, options.port):
+    if not ports.is_free(options.host, options.port):
         raise ClusterError(
             f"Port {options.port} on {options.host} is in use, perhaps by another Ray cluster (`raykv status "
             f"--address {options.host}:{options.port}`). Choose another one with `raykv start --port`."
@@ -210,8 +210,8 @@ def _start_command(options: StartOptions) -> list[str]:
         # Ray's defaults are fixed numbers, which a second cluster on the machine would find in use. 0: any.
         "min-worker-port": 0,
         "max-worker-port": 0,
-        "ray-client-server-port": _free_port(),
-        "dashboard-agent-listen-port": _free_port(),
+        "ray-client-server-port": ports.free_port(LOOPBACK),
+        "dashboard-agent-listen-port": ports.free_port(LOOPBACK),
     }
     return command + [f"--{key}={value}" for key, value in given.items() if value is not None]
 
@@ -293,19 +293,3 @@ def _members(sessions: list[int]) -> list[int]:
 def _end(which: list[int], grace: float) -> list[int]:
     handles = (Pidfd.open(pid) for pid in which)
     return end_all([handle for handle in handles if handle is not None], grace)
-
-
-def _port_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]

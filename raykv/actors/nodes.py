@@ -157,13 +157,7 @@ class RayWorld:
                 if empty:
                     handles.result_of(name, actor.empty.remote(EMPTY_S), EMPTY_S + 5)
                 handles.result_of(name, actor.stop.remote(GRACE_S if empty else 5.0), GRACE_S + 30)
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-            deadline = time.monotonic() + GONE_S
-            while name in handles.names(self._namespace):
-                if time.monotonic() > deadline:
-                    raise WorldError(f"Ray does not say that the actor {name} is gone.")
-                time.sleep(0.05)
+            _kill(actor, f"actor {name}", name, self._namespace)
             self._actors.pop(name, None)
 
     def start_store(self, spec: StoreSpec, node: str) -> None:
@@ -174,10 +168,10 @@ class RayWorld:
         """Move its blocks to where others find them, then end it. `leaves`: its node goes, so it must end now; else
         raises StoreBusy if engines of somebody else's use it. If the node is to stay after all, so does the store."""
         name = store_handle.store_name(*at)
-        try:
-            handle = store_handle.StoreHandle(name, ray.get_actor(name, self._namespace))
-        except ValueError:
+        actor = _find(name, self._namespace)
+        if actor is None:
             return
+        handle = store_handle.StoreHandle(name, actor)
         with contextlib.suppress(HostError):
             if not leaves and handle.call("status", timeout=10.0).engines:
                 raise StoreBusy(f"Engines still use the store {at[0]}.")
@@ -231,20 +225,12 @@ class RayWorld:
     def end_store(self, at: StoreAt) -> None:
         """End it at once; its disk tier stays."""
         name = store_handle.store_name(*at)
-        try:
-            actor = ray.get_actor(name, self._namespace)
-        except ValueError:
+        actor = _find(name, self._namespace)
+        if actor is None:
             return
-        handle = store_handle.StoreHandle(name, actor)
         with contextlib.suppress(HostError):
-            handle.call("shutdown", True, timeout=store_handle.SHUTDOWN_S)
-        with contextlib.suppress(Exception):
-            ray.kill(actor, no_restart=True)
-        deadline = time.monotonic() + GONE_S
-        while name in handles.names(self._namespace):
-            if time.monotonic() > deadline:
-                raise WorldError(f"Ray does not say that the store {name} is gone.")
-            time.sleep(0.05)
+            store_handle.StoreHandle(name, actor).call("shutdown", True, timeout=store_handle.SHUTDOWN_S)
+        _kill(actor, f"store {name}", name, self._namespace)
 
     # -- remembering ----------------------------------------------------------------------------------------
 
@@ -266,19 +252,17 @@ class RayWorld:
     def _actor(self, name: str) -> Any:
         actor = self._actors.get(name)
         if actor is None:
-            try:
-                actor = self._actors[name] = ray.get_actor(name, self._namespace)
-            except ValueError:
-                return None
+            actor = _find(name, self._namespace)
+            if actor is not None:
+                self._actors[name] = actor
         return actor
 
 
 def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] | None:
     """The tiers of a store of this node, as a TierConnector's config lists them; None if it does not run."""
     name = store_handle.store_name(store, ray.get_runtime_context().get_node_id())
-    try:
-        actor = ray.get_actor(name, namespace)
-    except ValueError:
+    actor = _find(name, namespace)
+    if actor is None:
         return None
     spec = store_handle.StoreHandle(name, actor).call("info", timeout=REPORT_S * 5)["spec"]
     tiers = [{"medium": medium, "capacity": size, "path": path} for medium, size, path in spec["tiers"]]
@@ -298,6 +282,25 @@ class _Engine(EngineServer):
     def _tell(self) -> None:
         with contextlib.suppress(Exception):  # it looks by itself, too
             ray.get_actor(CONTROLLER, self._namespace).wake.remote()
+
+
+def _find(name: str, namespace: str) -> Any:
+    """The actor of that name; None if there is none."""
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError:
+        return None
+
+
+def _kill(actor: Any, what: str, name: str, namespace: str) -> None:
+    """Kill it for good, and wait until its name is free. Raises WorldError if that is not so in GONE_S."""
+    with contextlib.suppress(Exception):
+        ray.kill(actor, no_restart=True)
+    deadline = time.monotonic() + GONE_S
+    while name in handles.names(namespace):
+        if time.monotonic() > deadline:
+            raise WorldError(f"Ray does not say that the {what} is gone.")
+        time.sleep(0.05)
 
 
 def _on(node: str) -> dict[str, Any]:

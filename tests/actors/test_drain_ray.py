@@ -17,7 +17,6 @@ from raykv.types import EngineId, JobId
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.sim_cluster import SimCluster
 
-pytest.importorskip("nixl")
 pytestmark = pytest.mark.ray
 
 SLOT = 16384

@@ -32,7 +32,7 @@ from raykv.types import EngineId, JobId, LeaseId, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.peer_stores import Nodes, find
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(not pytest.importorskip("nixl"), reason="nixl")]
+pytestmark = pytest.mark.process
 
 SLOT = 16384  # of KVRank's blocks: 2 layers x 4 heads x 8 tokens x 64 floats
 FAR = EngineId("far")

@@ -25,7 +25,7 @@ from raykv.types import EngineId, LeaseId
 from tests.support.kv_rank import KVRank, load_job, look_up, save_job
 from tests.support.peer_stores import Nodes, PeerCaller, find
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(not pytest.importorskip("nixl"), reason="nixl")]
+pytestmark = pytest.mark.process
 
 SLOT = 16384  # of KVRank's blocks
 FILE = SLOT + HEADER_NBYTES
