@@ -32,7 +32,8 @@ def tenant_tag(cache_salt: str) -> bytes:
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """One fingerprint that the store knows. `facts`: the canonical JSON behind it (`connector.fingerprint`), "" for
-    blocks of an earlier life whose engine has not come back and whose facts were not kept."""
+    blocks of an earlier life whose engine has not come back and whose facts were not kept. `windows`: of its KV groups,
+    in blocks (0: the whole prefix), while an engine with it is attached; else empty."""
 
     fingerprint: str
     model: str
@@ -40,6 +41,7 @@ class ModelView:
     blocks: int
     nbytes: int
     engines: tuple[str, ...] = ()
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,9 @@ class Operation:
     """An order for one. `number` is chosen by who orders; a repeat is answered by the state of the first.
 
     `tier`: for ADD_TIER all of it, else its medium and (for RESIZE_TIER) the new capacity in bytes. `after`: for
-    ADD_TIER the medium behind which it goes in the cascade; None: behind all.
+    ADD_TIER the medium behind which it goes in the cascade; None: behind all. `windows`: for PREFETCH, those of the
+    selected model's KV groups (as in ModelView); a store needs them to ask other nodes while no engine of that model is
+    attached to it.
     """
 
     number: str
@@ -127,6 +131,7 @@ class Operation:
     selection: Selection | None = None
     tier: TierSpec | None = None
     after: Medium | None = None
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,11 +94,11 @@ class ChildView:
 class EngineView:
     """An engine at one moment; `children` in the order in which they are asked.
 
-    `model` as vLLM was given it, `served` the names clients use. `store`: the actor name of the store that its
+    `model` as vLLM was given it, `served` the names clients use. `name`: its replica's, where `raykv up` started it. `store`: the actor name of the store that its
     TierConnector uses, "" without one; `fingerprints`: of its writing ranks there, in hexadecimal, by rank.
     `prefill_rate` tokens/s computed and `load_rates` tokens/s by child, as measured; 0 or absent: not yet known.
     `tokens`: prompt tokens by source since the start: "gpu" (vLLM's own prefix cache), a medium, a hosted child's
-    name, "computed". Their sum is all prompt tokens of the requests that have ended.
+    name, "computed", "not run" (the request ended before). Their sum is all prompt tokens of the requests that ended.
     """
 
     engine: EngineId
@@ -122,6 +122,7 @@ class EngineView:
     tokens: dict[str, int] = field(default_factory=dict)
     running: int = 0
     seen: float = 0.0
+    name: str = ""
 
 
 # -- where a request's tokens came from ---------------------------------------------------------------------------
@@ -220,3 +221,30 @@ class Hashed:
     number: str
     hashes: bytes = b""
     error: str = ""
+
+
+# -- a desk's stream, and its errands ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """Something has changed: `what` is "child" or "order", `name` the child or the order's number, `state` as in
+    ChildView or Progress ("gone": the child was taken out). A gap in the numbers says that the oldest ones are lost.
+    """
+
+    number: int
+    at: float
+    what: str
+    name: str
+    state: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Errands:
+    """What operators have left at a desk for its engine: orders, questions for hashes, and running requests (by id) of
+    which a story is wanted."""
+
+    orders: tuple[ChainOrder, ...] = ()
+    hashes: tuple[HashOrder, ...] = ()
+    stories: tuple[str, ...] = ()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from raykv.types import Attempt, Incarnation, Rank, RequestId, StepId
 
 ChildIndex = int
-"""Position of a child in the `connectors` list: the id of a child on the wire (names are for people)."""
+"""The id of a child on the wire (names are for people): its position in the `connectors` list, or the next number
+for one that was added to a running engine. Never used again when the child is gone."""
 
 NO_ATTEMPT: Attempt = Attempt(-1)
 """Attempt of an event about a load that the host was never asked for."""
@@ -20,6 +21,9 @@ NO_ATTEMPT: Attempt = Attempt(-1)
 
 REPLACED = "replaced"
 """Detail of a DOWN event that only repeats, for the ledger, a death that somebody else has seen."""
+
+REMOVED = "removed"
+"""Detail of the DOWN event of a child that was taken out of the chain: on this rank nothing of it is left."""
 
 
 class Phase(enum.Enum):

@@ -19,7 +19,8 @@ class Lend:
     `fingerprints`: one for each rank. `windows`: one for each KV group, in blocks; 0: it needs the whole prefix.
     `hashes`: HASH_NBYTES each, concatenated, from the prompt's first block on. `first`: of groups that need the whole
     prefix, the borrower has the blocks before this one. `number` is the borrower's own and never used twice in its
-    life. `duration_s`: how long they are wanted. `knows`: the life whose memory the borrower can read already.
+    life. `duration_s`: how long they are wanted. `knows`: the life whose memory the borrower can read already. `sizes`:
+    the answer is to say how many bytes each block has, since no engine is there that would know.
     """
 
     borrower: StoreLife
@@ -30,6 +31,7 @@ class Lend:
     first: int
     duration_s: float
     knows: StoreLife | None = None
+    sizes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class Lent:
 
     0 blocks: nothing is lent, and all else is empty. `slots` (4 bytes each) and `seals` (8 bytes each, see
     `core.peer_part.seal`), both little-endian, are by fingerprint, by KV group, and then by block as
-    `core.peer_part.lacking` counts them. `memory` comes with an answer to somebody who does not know this life.
+    `core.peer_part.lacking` counts them. `memory` comes with an answer to somebody who does not know this life; `sizes`
+    (4 bytes each, as the slots) to somebody who asked for them.
     """
 
     store: StoreLife
@@ -61,6 +64,7 @@ class Lent:
     slots: bytes = field(default=b"", repr=False)
     seals: bytes = field(default=b"", repr=False)
     memory: PeerMemory | None = None
+    sizes: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

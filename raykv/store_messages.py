@@ -91,6 +91,7 @@ class RankAttach:
 
     `fingerprint` decides who shares (FINGERPRINT_NBYTES). `writes` False: this rank's bytes are another rank's too
     (MLA), so it loads under that fingerprint and saves nothing. `pid` and `started` (clock ticks) are the worker's.
+    `facts`: the canonical JSON behind the fingerprint, and `model` the model's name: for people, never compared.
     """
 
     engine: EngineId
@@ -103,6 +104,8 @@ class RankAttach:
     groups: tuple[GroupLayout, ...]
     caches: bytes
     writes: bool = True
+    facts: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +178,15 @@ def _looked_up(
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Copy blocks out of the engine's KV cache. By KV group: `hashes[g]` (concatenated) and `block_ids[g]`."""
+    """Copy blocks out of the engine's KV cache. By KV group: `hashes[g]` (concatenated) and `block_ids[g]`.
+
+    `tenants[g]`: whose blocks they are, in runs of (`admin_messages.tenant_tag`, how many); () all over: nobody's.
+    """
 
     job: JobId
     hashes: tuple[bytes, ...]
     block_ids: tuple[tuple[int, ...], ...]
+    tenants: tuple[tuple[tuple[bytes, int], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +248,8 @@ class TierStatus:
     bad_reads: int
     off: str = ""
     """Why the tier is switched off; empty while it serves."""
+    draining: bool = False
+    """Nothing new goes there, by an operator's word."""
 
 
 @dataclass(frozen=True, slots=True)

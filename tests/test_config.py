@@ -93,7 +93,7 @@ def test_defaults() -> None:
     )
     assert config.load_policy is LoadPolicy.FIRST
     assert (config.lookup_timeout_s, config.ray_address) == (None, None)
-    assert config.namespace == "raykv"
+    assert (config.namespace, config.stories) == ("raykv", 1000)
     options = config.children[0].options
     assert (options.name, options.run, options.load, options.save) == (
         "NixlConnector",
@@ -129,6 +129,7 @@ def test_every_option_is_read() -> None:
         "lookup_timeout_s": 1.5,
         "ray_address": "ray-head:6379",
         "namespace": "team",
+        "stories": 0,
     }
     config = dataclasses.asdict(parse(top(child(), raykv=whole)))
     assert {key: config[key] for key in whole} == whole
@@ -402,6 +403,11 @@ def test_the_retry_pause_has_a_bound_of_its_own() -> None:
     refused(top(child(raykv={"retry_s": 61})), "retry_s is 61", "at most 60")
 
 
+@pytest.mark.parametrize("value", [-1, 1.0, True, None, "3", 100_001])
+def test_a_bad_count_of_stories(value: Any) -> None:
+    refused(top(child(), raykv={"stories": value}), f"{CHILD_RAYKV}.stories is ", "whole number from 0 to 100000")
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "3", 10**400])
 def test_a_bad_fault_count(value: Any) -> None:
     refused(top(child(raykv={"max_faults": value})), "max_faults is ", "whole number")
@@ -548,6 +554,7 @@ top_options = {
     "lookup_timeout_s": seconds | st.none(),
     "ray_address": nonempty | st.none(),
     "namespace": nonempty,
+    "stories": st.integers(0, 100_000),
 }
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
-from raykv.actors import cluster, handles
-from raykv.actors.controller import Controller
+from raykv.actors import cluster, controller, handles, ray_metrics
 from raykv.actors.controller_world import Record
 from raykv.actors.host_base import HostInfo, be_as_nice_as_others, compare_versions
 from raykv.actors.nodes import PREFIX, RayWorld
 from raykv.cluster_messages import CONTROLLER, ClusterStatus
 from raykv.errors import ClusterError, ConfigError, HostError, HostRaised, RayKVError
+from raykv.observe.samples import Sample
+from raykv.observe.store import controller_samples
 
 HEAD = "node:__internal_head__"
 """The resource that Ray gives the head's node."""
@@ -31,12 +33,21 @@ CHANGE_S = 120.0
 STATUS_S = 10.0
 
 
-class _Actor(Controller):
-    """Its class over Ray."""
+class Controller(controller.Controller):
+    """Its class over Ray, by the name that people read there."""
 
     def __init__(self, namespace: str) -> None:
         be_as_nice_as_others()
         super().__init__(RayWorld(namespace))
+        self._reporter = ray_metrics.start("controller", self._samples)
+
+    def _samples(self) -> Iterator[Sample]:
+        ray_metrics.put_dashboard()  # each time: a dashboard of Ray's that starts anew clears its folder
+        return controller_samples(self.status())
+
+    def close(self) -> None:
+        self._reporter.close()
+        super().close()
 
 
 class ControllerHandle:
@@ -102,7 +113,9 @@ def start(namespace: str = "raykv") -> tuple[ControllerHandle, bool]:
         return found, False
     try:
         actor = (
-            ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(_Actor)
+            ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
+                Controller
+            )
             .options(
                 # Not by affinity: a soft one is ignored for an actor that takes no resources (Ray 2.60).
                 resources={HEAD: 0.001},

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from raykv.actors import cluster, handles
-from raykv.actors.directory import Directory
+from raykv.actors.directory_actor import Directory
 from raykv.actors.directory_call import FindDirectory
 from raykv.actors.host_base import HostInfo, compare_versions
 from raykv.actors.processes import Pidfd
@@ -37,6 +37,7 @@ class DirectoryHandle:
     """Implements `directory_call.DirectoryCaller` over Ray: a call goes to whatever life of the actor there is."""
 
     name = NAME
+    label = "Directory"
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -44,11 +45,11 @@ class DirectoryHandle:
 
     def submit(self, method: str, *args: Any, done: Done) -> None:
         """About 0.1 to 0.4 ms; `done` runs in a thread of Ray's. Raises HostError if it can't be sent."""
-        handles.on_done(NAME, self._sent(method, args), done)
+        handles.on_done(self.name, self._sent(method, args), done)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Raises HostTimeout, HostDied or HostRaised."""
-        return handles.result_of(NAME, self._sent(method, args), timeout)
+        return handles.result_of(self.name, self._sent(method, args), timeout)
 
     def _sent(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
@@ -58,12 +59,12 @@ class DirectoryHandle:
                 bound = self._methods[method] = getattr(self._actor, method).options(concurrency_group=group)
             return bound.remote(*args)
         except Exception as error:  # before it was sent, or after: the caller can't tell
-            raise handles.translated(NAME, error) from error
+            raise handles.translated(self.name, error) from error
 
 
 def open_directory(namespace: str = "raykv", timeout: float = OPEN_S) -> DirectoryHandle:
     """Find the Directory, or start it. Blocks until it answers. Raises ClusterError with the fix."""
-    _check("found or started")
+    check("found or started")
     try:
         actor = (
             ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
@@ -74,7 +75,7 @@ def open_directory(namespace: str = "raykv", timeout: float = OPEN_S) -> Directo
                 namespace=namespace,
                 lifetime="detached",
                 get_if_exists=True,
-                resources=_place(),
+                resources=place(),
             )
             .remote(nodes, own_process=True)
         )
@@ -87,7 +88,7 @@ def open_directory(namespace: str = "raykv", timeout: float = OPEN_S) -> Directo
 
 def find_directory(namespace: str = "raykv", timeout: float = FIND_S) -> DirectoryHandle | None:
     """The Directory that runs; None: there is none. Raises ClusterError, HostTimeout or another RayKVError."""
-    _check("found")
+    check("found")
     try:
         actor = ray.get_actor(NAME, namespace)
     except ValueError:
@@ -125,14 +126,15 @@ def nodes() -> list[dict[str, Any]]:
     return cluster.nodes()
 
 
-def _check(what: str) -> None:
+def check(what: str, whom: str = "The Directory") -> None:
+    """Raise ClusterError unless Ray can be asked for an actor now."""
     if not ray.is_initialized():  # Ray would start a cluster by itself
-        raise ClusterError(f"The Directory can't be {what}: this process is in no Ray cluster (cluster.connect).")
+        raise ClusterError(f"{whom} can't be {what}: this process is in no Ray cluster (cluster.connect).")
     if not cluster.head_reachable():  # Ray would wait for it for a minute
-        raise ClusterError(f"The Directory can't be {what} while Ray's head is away: `raykv restart-head`.")
+        raise ClusterError(f"{whom} can't be {what} while Ray's head is away: `raykv restart-head`.")
 
 
-def _place() -> dict[str, float]:
+def place() -> dict[str, float]:
     """The head's node, or any where no node says that it is the head's."""
     known = any(node["alive"] and HEAD in node["resources"] for node in cluster.nodes())
     return {HEAD: 0.001} if known else {}

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from raykv.actors.engine_process import EngineProcess, engine_environment
 from raykv.actors.host_base import be_as_nice_as_others, own_info
+from raykv.actors.own_node import NAME_VARIABLE
 from raykv.actors.ports import free_port, free_ports_in_a_row, is_free
 from raykv.cluster_messages import EngineOrder, EngineReport, EngineState
 
@@ -60,7 +61,7 @@ class EngineServer:
             return
         self._port = port
         self._report = self._first_report(f"http://{_bracketed(self._host)}:{port}", EngineState.STARTING)
-        variables |= {**environment, **dict(order.environment)}
+        variables |= {**environment, **dict(order.environment), NAME_VARIABLE: order.name}
         self._process = EngineProcess(
             command, engine_environment(os.environ, variables), on_line=self._print, on_end=self._ended
         )

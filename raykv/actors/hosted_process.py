@@ -73,9 +73,12 @@ class HostLauncher:
     cuda_uuid: str | None
     startup_timeout_s: float
     warm_spare: bool = False
+    first_serial: int = 0
+    """Where the numbers in its actors' names begin: a child that comes again under its name must not meet its old
+    actors, whose names Ray gives back some time after their death."""
 
     def __post_init__(self) -> None:
-        self._serial = 0
+        self._serial = self.first_serial
         self._spare: RemoteHost | None = None
         self._lock = threading.Lock()
 

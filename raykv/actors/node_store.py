@@ -14,25 +14,34 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from raykv.actors.event_feed import EventFeed, models_of
 from raykv.actors.host_base import be_as_nice_as_others, own_info
 from raykv.actors.peer_finder import PeerDoor
 from raykv.actors.peer_tier import PeerTier
 from raykv.actors.processes import start_time
 from raykv.actors.publisher import Publisher
+from raykv.actors.store_admin import StoreAdmin, long_ones
 from raykv.actors.store_drain import Drainer
 from raykv.actors.store_files import SHM, host_path
 from raykv.actors.store_loads import Loader, not_done
+from raykv.actors.store_meter import REACH
+from raykv.actors.store_metrics import LookUpMeter, metrics_of
 from raykv.actors.store_mover import Mover
 from raykv.actors.store_saves import Saver
 from raykv.actors.store_sessions import Engine, Session, Sessions, open_session
 from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers, round_up
+from raykv.actors.tier_operations import KINDS as TIER_KINDS
+from raykv.actors.tier_operations import TierOperations
+from raykv.admin_messages import Absence, BlockPlace, Operation, OperationState, Selection, StoreView
+from raykv.admin_messages import Done as AdminDone
 from raykv.errors import StorageError, StoreError
 from raykv.peer_messages import Adopt, Adopted, Lend, Lent, Room
 from raykv.store_messages import (
@@ -49,6 +58,7 @@ from raykv.store_messages import (
     Settle,
     StoreSpec,
     StoreStatus,
+    TierSpec,
     TierStatus,
 )
 from raykv.types import EngineId, LeaseId, Rank, StoreLife
@@ -90,6 +100,9 @@ class NodeStore:
         self.life = StoreLife(f"{self._pid}.{self._started}.{secrets.token_hex(6)}")
         self._backlog_nbytes, self._door = backlog_nbytes, door
         self._sessions = Sessions()
+        self._admin = StoreAdmin(spec, self._host, self.life, self._sessions)
+        self._look_up_meter = LookUpMeter()
+        self._opened_s = 0.0
         self._attaching = threading.Lock()
         self._closed = False
         self._stock: Stock | None = None
@@ -100,6 +113,7 @@ class NodeStore:
         self._adopting = threading.Lock()
         self._peers: PeerTier | None = None
         self._publisher: Publisher | None = None
+        self._feed: EventFeed | None = None
         self._shared: SharedLookUps | None = None
         try:
             found = Tiers.found_slot_nbytes(spec, self._host)
@@ -113,8 +127,13 @@ class NodeStore:
 
     def info(self) -> dict[str, Any]:
         """HostInfo and how this store was set up, as plain values: who asks may run another RayKV."""
-        tiers = [(str(tier.medium), tier.capacity, tier.path) for tier in self.spec.tiers]
-        spec = {"tiers": tiers, "checksum": self.spec.checksum, "slot": self.spec.slot_nbytes, "peer": self.spec.peer}
+        spec = {
+            "tiers": _plain(self.spec.tiers),
+            "tiers_now": _plain(self._tiers_now),
+            "checksum": self.spec.checksum,
+            "slot": self.spec.slot_nbytes,
+            "peer": self.spec.peer,
+        }
         return {**own_info(), "store": str(self.life), "spec": spec}
 
     # -- control --------------------------------------------------------------------------------------------
@@ -132,6 +151,7 @@ class NodeStore:
                 session.close()
                 raise
             self._forget(ended)
+        self._admin.attached(attach)
         return Attached(self.life, self._pid, self._started, slot_nbytes)
 
     def _slot_for(self, session: Session) -> int:
@@ -150,6 +170,7 @@ class NodeStore:
         return stock.tiers.slot_nbytes
 
     def _open(self, slot_nbytes: int) -> Stock:
+        begun = time.monotonic()
         stock = Stock(Tiers.open(self.spec, slot_nbytes, self._host))
         try:
             self._peers = self._open_peers(stock)
@@ -160,22 +181,33 @@ class NodeStore:
         self._loader = Loader(stock, self._peers.loader if self._peers is not None else None)
         self._mover = Mover(stock, self._sessions, self._end_dead)
         self._shared = SharedLookUps.of(stock)
-        memory = self._peers.memory if self._peers is not None else None
+        peers = self._peers
+        memory = (lambda: peers.memory) if peers is not None else (lambda: None)
         name, find_peer = (self._door.store, self._door.open_peer) if self._door is not None else ("", None)
         self._drainer = Drainer(stock, self.life, name or self.spec.name, memory, find_peer)
         self._stock = stock
+        self._admin.opened(stock)
+        long_ones(self._admin, stock, self._shared, self._peers)
+        tiers = TierOperations(stock, self._mover, self._host, self._peers, self._tiers_changed)
+        for kind in TIER_KINDS:
+            self._admin.operations_of.add(kind, tiers)
+        self._opened_s = time.monotonic() - begun
         self._mover.start()
         door = self._door
         if door is not None and door.find_directory is not None:
             book, find = stock.book, door.find_directory
             self._publisher = Publisher(book.content, stock.lock, find, door.node, door.store, self.life)
             self._publisher.start()
+        if door is not None and door.find_events is not None:
+            media, models = stock.book.content.media, partial(models_of, self._sessions)
+            self._feed = EventFeed(media, stock.lock, door.find_events, door.node, door.store, self.life, models)
+            self._feed.start()
         return stock
 
     def _open_peers(self, stock: Stock) -> PeerTier | None:
         if not self.spec.peer or self._door is None:
             return None
-        peers = PeerTier(stock, self._sessions, self.life, self._door)
+        peers = PeerTier(stock, self._sessions, self.life, self._door, self._wake)
         peers.start()
         return peers
 
@@ -189,6 +221,7 @@ class NodeStore:
         for engine in dead:
             logger.warning("engine %s is dead: its leases and uncommitted blocks are gone", engine.id)
         self._forget(dead)
+        self._admin.tick()
 
     def _forget(self, engines: Sequence[Engine]) -> None:
         if self._stock is not None:
@@ -208,9 +241,10 @@ class NodeStore:
             TierStatus(
                 path=spec.path,
                 slot_nbytes=stock.tiers.slot_nbytes,
-                **{name: getattr(tier, name) for name in _TIER_FIGURES} | stock.tiers.counts(number),
+                draining=tier.shut,
+                **{name: getattr(tier, name) for name in _TIER_FIGURES} | stock.tiers.counts(tier.tier),
             )
-            for number, (tier, spec) in enumerate(zip(figures.tiers, self.spec.tiers, strict=True))
+            for tier, spec in ((tier, stock.tiers.spec_of(tier.tier)) for tier in figures.tiers)
         )
         counts: dict[str, Any] = {name: getattr(figures, name) for name in _FIGURES}
         drain = str(self.drain_report()) if self._draining else ""
@@ -218,22 +252,20 @@ class NodeStore:
         peer = self._peers.status() if self._peers is not None else None
         return StoreStatus(self.life, self.spec.name, self._pid, tiers, engines, **counts, drain=drain, peer=peer)
 
+    def metrics(self) -> dict[str, Any]:
+        """Figures of this moment as plain numbers and Buckets, for `observe.store`. Holds the lock as `status` does."""
+        return metrics_of(self._stock, self._saver, self._peers, self._look_up_meter, self._opened_s)
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the book agrees with itself. Holds its lock meanwhile."""
+        self._admin.check_integrity()
         if self._stock is not None:
             with self._stock.lock:
                 self._stock.book.check_integrity()
 
     def clear(self, medium: Medium | None = None) -> int:
-        """Forget the blocks that nobody holds, of one tier or of all; how many slots came free."""
-        stock = self._stock
-        if stock is None:
-            return 0
-        tiers = [tier for tier, spec in enumerate(self.spec.tiers) if medium in (None, spec.medium)]
-        with stock.lock:
-            places = [place for tier in tiers for place in stock.book.clear(tier)]
-            stock.tiers.clear(places)
-        return len(places)
+        """As `StoreAdmin.clear`."""
+        return self._admin.clear(medium)
 
     def shutdown(self, remove_host: bool) -> None:
         """End all copies, let go of all memory and files. `remove_host` gives the host tier's memory back."""
@@ -243,10 +275,12 @@ class NodeStore:
             self._closed = True
             if not self._sessions.end_all(DETACH_S):
                 raise StoreError(f"Copies of the store {self.spec.name} still run: its process must be killed.")
-            if self._publisher is not None:
-                self._publisher.close()
+            for publisher in (self._publisher, self._feed):
+                if publisher is not None:
+                    publisher.close()
             if self._drainer is not None:
                 self._drainer.close()
+            self._admin.close()  # what it has under way needs the mover
             if self._mover is not None:
                 self._mover.close()
             with self._adopting:
@@ -256,6 +290,41 @@ class NodeStore:
             stock, self._stock = self._stock, None
             if stock is not None:
                 stock.close(remove_host)
+            if remove_host:
+                self._admin.host_removed()
+
+    # -- operators, in threads of their own: see `store_admin` ---------------------------------------------------
+
+    def view(self) -> StoreView:
+        """As `StoreAdmin.view`, and so are those below."""
+        return self._admin.view()
+
+    def where(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[BlockPlace, ...]:
+        return self._admin.where(fingerprints, hashes)
+
+    def why(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[Absence | None, ...]:
+        return self._admin.why(fingerprints, hashes)
+
+    def pin(self, number: str, selection: Selection, seconds: float, note: str) -> AdminDone:
+        return self._admin.pin(number, selection, seconds, note)
+
+    def unpin(self, number: str) -> AdminDone:
+        return self._admin.unpin(number)
+
+    def forget(self, selection: Selection) -> AdminDone:
+        return self._admin.forget(selection)
+
+    def set_quota(self, tenant: str, nbytes: int | None) -> AdminDone:
+        return self._admin.set_quota(tenant, nbytes)
+
+    def begin(self, operation: Operation) -> OperationState:
+        return self._admin.begin(operation)
+
+    def operation(self, number: str) -> OperationState:
+        return self._admin.operation(number)
+
+    def operations(self) -> tuple[OperationState, ...]:
+        return self._admin.operations()
 
     # -- look-ups, in their own thread ----------------------------------------------------------------------
 
@@ -265,11 +334,13 @@ class NodeStore:
 
     def look_ups(self, engine: EngineId, batch: Sequence[LookUp]) -> list[LookedUp]:
         """Several in one call. With a shared tier it may wait for that a little."""
+        begun = time.monotonic()
         found, shared = self._sessions.complete(engine), self._shared
         if shared is not None and found is not None:
             _, fingerprints, windows = found
             shared.find([(fingerprints, windows, look_up.hashes) for look_up in batch])
         answers = [self._look_up(engine, look_up) for look_up in batch]
+        self._look_up_meter.took(time.monotonic() - begun)
         if self._peers is None or not self._peers.reacher.up:
             return answers
         asked = [len(look_up.hashes) // HASH_NBYTES for look_up in batch]
@@ -283,6 +354,7 @@ class NodeStore:
         key, fingerprints, windows = found
         with stock.lock:
             lease = stock.book.look_up(key, look_up.request, fingerprints, windows, look_up.hashes, time.monotonic())
+        self._look_up_meter.looked_up(fingerprints[0], look_up.hashes, lease.num_blocks if lease is not None else 0)
         if lease is None:
             return miss
         return LookedUp(self.life, look_up.request, lease.num_blocks, stock.lease_out(lease.id), lease.media)
@@ -293,7 +365,9 @@ class NodeStore:
         if stock is not None and found is not None:
             for job in settle.commits:
                 with stock.lock:  # one job at a time: a look-up must not wait for all of them
-                    stock.tiers.publish(stock.book.commit(found.key, job))
+                    published = stock.book.commit(found.key, job)
+                    stock.tiers.publish(published)
+                self._look_up_meter.held(published)
             with stock.lock:
                 for job in settle.aborts:
                     stock.book.abort(found.key, job)
@@ -312,7 +386,14 @@ class NodeStore:
 
         Blocks for `limit_s` seconds at most. The longer answer has the lease of `have`, if that has one.
         """
-        return self._peers.reacher.reach(engine, look_up, have, limit_s) if self._peers is not None else have
+        stock, peers = self._stock, self._peers
+        if stock is None or peers is None:
+            return have
+        begun = time.monotonic()
+        try:
+            return peers.reacher.reach(engine, look_up, have, limit_s)
+        finally:
+            stock.meter.took(REACH, time.monotonic() - begun)
 
     def lend(self, lend: Lend) -> Lent:
         """Another node's store asks for blocks; it reads them where they are."""
@@ -345,7 +426,7 @@ class NodeStore:
 
     def room(self, slot_nbytes: int) -> Room:
         """What this store could take of one that is drained and has slots of this size."""
-        host = next((tier for tier in self.spec.tiers if tier.medium is Medium.HOST), None)
+        host = next((tier for tier in self._tiers_now if tier.medium is Medium.HOST), None)
         stock = self._stock
         refused = ""
         if self._draining or self._closed:
@@ -377,6 +458,23 @@ class NodeStore:
             adopted = peers.adopter.adopt(adopt)
         self._wake()
         return adopted
+
+    @property
+    def _tiers_now(self) -> tuple[TierSpec, ...]:
+        """What is configured may have been changed since."""
+        stock = self._stock
+        return stock.tiers.specs if stock is not None else self.spec.tiers
+
+    def _tiers_changed(self) -> None:
+        """A tier has come or gone."""
+        stock, before = self._stock, self._shared
+        if stock is None:
+            return
+        self._shared = None
+        if before is not None:
+            before.end()
+        self._shared = SharedLookUps.of(stock)
+        long_ones(self._admin, stock, self._shared, self._peers)
 
     @property
     def _draining(self) -> bool:
@@ -439,3 +537,7 @@ _FIGURES = (
     "loaded_blocks",
 )
 _TIER_FIGURES = ("medium", "slots", "used", "writing", "quarantined", "evicted", "hits", "bad_reads", "off")
+
+
+def _plain(tiers: Sequence[TierSpec]) -> list[tuple[str, int, str | None]]:
+    return [(str(tier.medium), tier.capacity, tier.path) for tier in tiers]

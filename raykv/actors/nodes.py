@@ -130,7 +130,7 @@ class RayWorld:
         others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         try:
             self._actors[_name(instance, order.digest)] = (
-                ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(_Engine)
+                ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(Engine)
                 .options(
                     name=_name(instance, order.digest),
                     namespace=self._namespace,
@@ -272,7 +272,7 @@ def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] 
     return tiers
 
 
-class _Engine(EngineServer):
+class Engine(EngineServer):
     """The class of the actor: it tells the Controller when its state changes, so that a death is seen at once."""
 
     def __init__(self, order: EngineOrder, variables: Mapping[str, str], address: str, namespace: str) -> None:

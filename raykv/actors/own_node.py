@@ -13,6 +13,8 @@ from typing import Any
 
 NODE_VARIABLE = "RAYKV_NODE_ID"
 """Set by an engine's actor: the id of its node."""
+NAME_VARIABLE = "RAYKV_ENGINE_NAME"
+"""Set by an engine's actor: the name of the replica, for people."""
 
 
 @contextlib.contextmanager

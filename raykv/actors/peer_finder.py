@@ -60,7 +60,7 @@ class PeerDoor:
     """A store's way to others; can be pickled. `node` is the id of its node, `store` the name of its actor.
 
     `loopback`: the node's address is one that only this machine can reach. `find_directory`: whom it tells what it
-    holds; None: nobody.
+    holds; None: nobody. `find_events`: the same for the event stream.
     """
 
     make_finder: Callable[[], PeerFinder]
@@ -69,3 +69,4 @@ class PeerDoor:
     store: str
     loopback: bool
     find_directory: FindDirectory | None = None
+    find_events: FindDirectory | None = None

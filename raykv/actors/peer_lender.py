@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from raykv.actors.store_stock import Stock
 from raykv.core.peer_part import seal
@@ -23,6 +23,8 @@ from raykv.types import EngineId, LeaseId, RequestId, StoreLife
 logger = logging.getLogger("raykv")
 
 LONGEST_S = 120.0
+MOST_TOLD = 4096
+"""Borrowers whose knowledge is remembered."""
 MOST = 1 / 2
 """Of the host tier's slots may be pinned by peers: its own engines need room."""
 
@@ -30,16 +32,17 @@ MOST = 1 / 2
 class Lender:
     """Any thread."""
 
-    def __init__(self, stock: Stock, life: StoreLife, memory: PeerMemory | None) -> None:
-        """`memory` None: there is nothing to lend, for want of a host tier or of checksums."""
+    def __init__(self, stock: Stock, life: StoreLife, memory: Callable[[], PeerMemory | None]) -> None:
+        """`memory`, as it is now; None: there is nothing to lend, for want of a host tier or of checksums."""
         self._stock, self._life, self._memory = stock, life, memory
+        self._told: dict[StoreLife, PeerMemory] = {}  # what a borrower was told last
         self._lent: dict[LeaseId, tuple[int, float]] = {}  # slots, and the end of its time; under the stock's lock
         self.lent_blocks = 0
         """Slots, since the start."""
 
     def lend(self, lend: Lend) -> Lent:
         """The longest prefix in the host tier, if that is more than the borrower has. As fast as a look-up."""
-        memory, stock, now = self._memory, self._stock, time.monotonic()
+        memory, stock, now = self._memory(), self._stock, time.monotonic()
         if memory is None or len(lend.hashes) % HASH_NBYTES:
             return Lent(self._life)
         duration = min(lend.duration_s, LONGEST_S)
@@ -61,8 +64,9 @@ class Lender:
                 self.lent_blocks += lease.num_pins
         if lease is None:
             return Lent(self._life)
-        seals = self._seals(lend, lease)
-        if seals is None:
+        sealed = self._sealed(lend, lease)
+        memory = self._memory()  # once more: the tier may have grown, or gone, since
+        if sealed is None or memory is None:
             self._end([lease.id])
             return Lent(self._life)
         return Lent(
@@ -71,13 +75,23 @@ class Lender:
             stock.lease_out(lease.id),
             duration,
             slots=_slots(lease),
-            seals=array("Q", seals).tobytes(),
-            memory=None if lend.knows == self._life else memory,
+            seals=array("Q", sealed[0]).tobytes(),
+            memory=self._news(lend, memory),
+            sizes=array("I", sealed[1]).tobytes() if lend.sizes else b"",
         )
 
-    def _seals(self, lend: Lend, lease: Lease) -> list[int] | None:
-        """As the slots' own headers have it; None if one of them is damaged. The slots are pinned."""
-        tiers, seals = self._stock.tiers, []
+    def _news(self, lend: Lend, memory: PeerMemory) -> PeerMemory | None:
+        """What the borrower does not know yet. Where an answer is lost his next read fails, and he knows nothing."""
+        if lend.knows == self._life and self._told.get(lend.borrower) is memory:
+            return None
+        if len(self._told) >= MOST_TOLD:
+            self._told.clear()
+        self._told[lend.borrower] = memory
+        return memory
+
+    def _sealed(self, lend: Lend, lease: Lease) -> tuple[list[int], list[int]] | None:
+        """Seals and sizes, as the slots' own headers have it; None if one of them is damaged. The slots are pinned."""
+        tiers, seals, sizes = self._stock.tiers, [], []
         for fingerprint, rows in zip(lend.fingerprints, lease.rows, strict=True):
             for group, row in enumerate(rows):
                 head = block_key(fingerprint, group, b"")
@@ -89,7 +103,8 @@ class Lender:
                         logger.error("a slot's header names another block than the book: it is not lent")
                         return None
                     seals.append(seal(header.key, header.nbytes, header.checksum))
-        return seals
+                    sizes.append(header.nbytes)
+        return seals, sizes
 
     def give_back(self, leases: Iterable[LeaseId]) -> None:
         """A borrower needs these no more. Unknown ones, and any that are no peer's, are passed over."""

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+
 from raykv.actors.peer_reach import Peers
 from raykv.actors.store_sessions import Session
 from raykv.actors.store_stock import Staging, Stock
@@ -136,7 +138,7 @@ class PeerLoader:
         todo.extendleft(reversed(batch[len(targets) :]))
         if not targets:
             return None
-        kept, staging, nbytes_of = self._stock.tiers.rows(0), self._staging.rows, session.nbytes
+        kept, staging, nbytes_of = self._rows(targets), self._staging.rows, session.nbytes
         bases = (kept.data_ptr() if kept is not None else 0, staging.data_ptr())
         step = self._stock.tiers.slot_nbytes
         pairs = [
@@ -154,8 +156,8 @@ class PeerLoader:
         """Memory for the first of these blocks, for as many as there is: a slot that keeps it, or a row."""
         stock = self._stock
         places: list[Place | None] = [None] * len(batch)
-        if stock.tiers.rows(0) is not None:
-            with stock.lock:
+        with stock.lock:
+            if stock.tiers.rows(stock.takes) is not None:
                 places, clear = stock.book.begin_fetch([block.key for _, block in batch])
                 stock.tiers.clear(clear)
         targets: list[_Target] = []
@@ -183,7 +185,7 @@ class PeerLoader:
             loaded.error = f"a read from store {part.peer} failed: {transfer.error or 'it is too slow, or hangs'}"
             self._peers.failed(part.peer, loaded.error)
             return
-        kept, step = self._stock.tiers.rows(0), self._stock.tiers.slot_nbytes
+        kept, step = self._rows(chunk.targets), self._stock.tiers.slot_nbytes
         kept_bytes = as_bytes(kept.view(-1)) if kept is not None else memoryview(b"")
         staged_bytes = as_bytes(self._staging.rows.view(-1))
         for one in chunk.targets:
@@ -200,8 +202,13 @@ class PeerLoader:
         loaded.good.extend(one.wanted for one in chunk.targets)
         chunk.targets = []
 
+    def _rows(self, targets: Sequence[_Target]) -> torch.Tensor | None:
+        """Of the tier in memory that some of these have slots in; None: none has."""
+        tier = next((one.place.tier for one in targets if one.place is not None), None)
+        return self._stock.tiers.rows(tier)
+
     def _copy(self, session: Session, targets: Sequence[_Target]) -> None:
-        rows = self._stock.tiers.rows(0)
+        rows = self._rows(targets)
         batches: dict[tuple[bool, int], list[_Target]] = {}
         for one in targets:
             batches.setdefault((one.place is not None, one.wanted.group), []).append(one)

@@ -47,7 +47,8 @@ class Peers:
         self._lock = threading.Lock()
         self._callers: dict[str, StoreCaller] = {}
         self._known: dict[str, tuple[StoreLife, PeerMemory]] = {}
-        self._backoff, self._failing = Backoff(), set[str]()
+        self._backoff = Backoff()
+        self._failing: dict[str, str] = {}  # why each of them failed last
 
     def may(self, peer: str) -> bool:
         """Whether it is to be asked: not for a while after it failed."""
@@ -58,14 +59,19 @@ class Peers:
         """It did not answer, could not be read, or lied."""
         with self._lock:
             if len(self._failing) >= MOST_FAILING:
-                self._backoff, self._failing = Backoff(), set()
-            self._failing.add(peer)
+                self._backoff, self._failing = Backoff(), {}
+            self._failing[peer] = why
             pause = self._backoff.failed(peer, time.monotonic())
             self._callers.pop(peer, None)
             known = self._known.pop(peer, None)
         if known is not None:
             self._transport.forget(known[0])
         logger.warning("the store %s is not asked for %g s: %s", peer, pause, why)
+
+    def why(self, peer: str) -> str:
+        """Why it failed last; empty if it never has."""
+        with self._lock:
+            return self._failing.get(peer, "")
 
     def well(self, peer: str) -> None:
         """It was read, and its bytes were right."""
@@ -157,7 +163,7 @@ class Reacher:
             if not self._peers.may(holder.store):
                 continue
             asked.add(holder.store)
-            part = self._borrow(holder, wanted, have.num_blocks, deadline)
+            part = self.borrow(holder, wanted, have.num_blocks, deadline)
             if part is not None:
                 return self._grant(key, have, part)
         return have
@@ -170,8 +176,10 @@ class Reacher:
         if self._finder.up and left > 0:
             yield from self._finder.find(wanted, left * LOCATE_SHARE)
 
-    def _borrow(self, holder: Holder, wanted: Locate, first: int, deadline: float) -> PeerPart | None:
-        """Have a peer keep what is lacking."""
+    def borrow(
+        self, holder: Holder, wanted: Locate, first: int, deadline: float, *, sizes: bool = False
+    ) -> PeerPart | None:
+        """Have a peer keep what is lacking; None: it has no more than that, or has failed. Blocks until `deadline`."""
         peers, peer, asked_at = self._peers, holder.store, time.monotonic()
         lend = Lend(
             self._life,
@@ -182,6 +190,7 @@ class Reacher:
             first,
             self._stock.spec.lease_s,
             peers.knows(peer),
+            sizes,
         )
         try:
             lent = self._ask(peer, lend, deadline)
@@ -224,7 +233,7 @@ class Reacher:
         with lock:
             given_up = not answers
         if given_up:
-            raise HostTimeout("it did not answer in a look-up's time")
+            raise HostTimeout("it did not answer in time")
         lent, error = answers[0]
         if lent is None:
             raise error or HostError("it answered nothing")

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from raykv.actors.peer_finder import PeerDoor
 from raykv.actors.peer_lender import Lender
 from raykv.actors.peer_loads import PeerLoader
+from raykv.actors.peer_prefetch import PeerPrefetcher
 from raykv.actors.peer_reach import Peers, Reacher
 from raykv.actors.store_adopt import Adopter
 from raykv.actors.store_sessions import Sessions
 from raykv.actors.store_stock import Staging, Stock
 from raykv.peer_messages import PeerMemory
+from raykv.storage.host_pool import HostPool, Piece
 from raykv.storage.nixl_transport import NixlTransport
 from raykv.store_messages import PeerStatus
 from raykv.types import LeaseId, StoreLife
@@ -27,27 +29,66 @@ LOOK_S = 1.0
 REAP_S = 0.05
 
 
-class PeerTier:
-    """`lender`, `reacher`, `loader` and `adopter` may be called from any thread until `close`. `memory`: what others
-    may read here; None: nothing."""
+def _nobody() -> None:
+    pass
 
-    def __init__(self, stock: Stock, sessions: Sessions, life: StoreLife, door: PeerDoor) -> None:
-        """Raises TransportError with the fix; then nothing is left open."""
+
+class PeerTier:
+    """`lender`, `reacher`, `loader`, `adopter` and `prefetcher` may be called from any thread until `close`.
+    `memory`: what others may read here; None: nothing."""
+
+    def __init__(
+        self, stock: Stock, sessions: Sessions, life: StoreLife, door: PeerDoor, wake: Callable[[], None] = _nobody
+    ) -> None:
+        """`wake`: there may be blocks to move. Raises TransportError with the fix; then nothing is left open."""
         self._stock = stock
-        rows, staging = stock.tiers.rows(0), Staging(stock.tiers.slot_nbytes)
-        regions = [staging.rows] if rows is None else [rows, staging.rows]
-        self._transport = NixlTransport(f"raykv-{life}", regions, door.loopback)
-        self.memory = memory = None
-        if rows is not None and stock.spec.checksum:  # what can't be checked by who reads it is not lent
-            self.memory = memory = PeerMemory(rows.data_ptr(), rows.shape[0], rows.shape[1], self._transport.metadata)
+        staging = Staging(stock.tiers.slot_nbytes)
+        self._transport = NixlTransport(f"raykv-{life}", [staging.rows], door.loopback)
+        self.memory: PeerMemory | None = None
+        if stock.tiers.host is not None:
+            pool = stock.tiers.pool(stock.tiers.host)
+            assert isinstance(pool, HostPool)
+            self.host_came(pool)
+            self.host_is(stock.tiers.host)
         self._finder = door.make_finder()
         self._peers = Peers(door, self._transport)
-        self.lender = Lender(stock, life, memory)
+        self.lender = Lender(stock, life, lambda: self.memory)
         self.reacher = Reacher(stock, sessions, life, door, self._finder, self._peers)
         self.loader = PeerLoader(stock, staging, self._transport, self._peers)
         self.adopter = Adopter(stock, life, self._transport, self._peers)
+        self.prefetcher = PeerPrefetcher(
+            stock, door, self._finder, self.reacher, self.adopter, self._peers, lambda: sessions.busy, wake
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="raykv-peer-watch", daemon=True)
+
+    # -- the host tier changes, by one caller at a time -------------------------------------------------------
+
+    def host_came(self, pool: HostPool) -> None:
+        """There is a host tier, soon: its slots may be read into, and lent from `host_is` on. Raises TransportError."""
+        self._transport.register(pool.pieces)
+        pool.tell()
+
+    def host_grew(self, tier: int, pieces: Sequence[Piece]) -> None:
+        """With these pieces; before any of its new slots is used. Raises TransportError."""
+        if pieces:
+            self._transport.register(pieces)
+        self.host_is(tier)
+
+    def host_left(self, tier: int | None, pieces: Sequence[Piece]) -> None:
+        """These pieces hold nothing, and nobody reads or writes there any more; `tier` None: there is no host tier."""
+        self.host_is(tier)
+        if pieces:
+            self._transport.unregister(pieces)
+            self.host_is(tier)
+
+    def host_is(self, tier: int | None) -> None:
+        """What may be lent, as it is now."""
+        rows = self._stock.tiers.rows(tier)
+        if rows is None or not self._stock.spec.checksum:  # what can't be checked by who reads it is not lent
+            self.memory = None
+        else:
+            self.memory = PeerMemory(rows.data_ptr(), rows.shape[0], rows.shape[1], self._transport.metadata)
 
     def start(self) -> None:
         self._thread.start()
@@ -60,8 +101,9 @@ class PeerTier:
 
     def status(self) -> PeerStatus:
         """Figures of this moment."""
-        lender, loader = self.lender, self.loader
-        return PeerStatus(lender.lent_blocks, lender.pinned, loader.read_blocks, loader.bad_blocks)
+        lender, loader, more = self.lender, self.loader, self.prefetcher
+        read, bad = loader.read_blocks + more.read_blocks, loader.bad_blocks + more.bad_blocks
+        return PeerStatus(lender.lent_blocks, lender.pinned, read, bad)
 
     def close(self) -> None:
         """No load and no reach runs any more. After this nobody reads or writes this store's memory by NIXL."""

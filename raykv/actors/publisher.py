@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
 
 from raykv.actors.directory_call import DirectoryCaller, FindDirectory
 from raykv.core.block_marks import pack_keys
@@ -33,12 +34,23 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 LEAVE_S = 1.0
 
 
+class Log(Protocol):
+    """What a publisher tells of; the store's lock is held around each call."""
+
+    def begin(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Publisher:
     """Started by `start`, ended by `close`. `step` is what its thread does, for tests without one."""
 
+    longest_pause_s = LONGEST_PAUSE_S
+    """Between two looks for a Directory that is not there."""
+
     def __init__(
         self,
-        content: ContentLog,
+        content: Log,
         lock: AbstractContextManager[object],
         find: FindDirectory,
         node: str,
@@ -49,7 +61,7 @@ class Publisher:
         self._content, self._lock, self._find = content, lock, find
         self._node, self._store, self._life = node, store, life
         self._caller: DirectoryCaller | None = None
-        self._unsent: Publish | None = None  # sent, perhaps more than once, and not answered yet
+        self._unsent: Any = None  # sent, perhaps more than once, and not answered yet
         self._stream, self._number = -1, 0
         self._more = False  # than is in the last batch
         self._failures = 0
@@ -78,7 +90,7 @@ class Publisher:
             except Exception:  # a defect; the store serves on, and the Directory forgets it after a while
                 logger.exception("publishing what store %s holds", self._store)
                 self._lose()
-                pause = LONGEST_PAUSE_S
+                pause = self.longest_pause_s
 
     def step(self, now: float) -> float:
         """Send one batch, if there is something to say; in how many seconds to come again. May block for ANSWER_S."""
@@ -124,12 +136,13 @@ class Publisher:
 
     def _pause(self) -> float:
         """Doubles with each failure; at random, so that not all stores come at once to a Directory that is back."""
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 20))
+        longest = min(self.longest_pause_s, FIRST_PAUSE_S * 2 ** min(self._failures, 20))
         self._failures += 1
         return longest * random.uniform(0.5, 1.0)
 
-    def _next(self, now: float) -> Publish | None:
+    def _next(self, now: float) -> Any:
         """The next batch; None: there is nothing to say."""
+        assert isinstance(self._content, ContentLog)
         last: dict[bytes, bool] = {}  # a key may be told of twice: what was said last holds
         fresh, whole, self._more = False, True, True
         while self._more and len(last) <= BATCH_KEYS - LOCK_KEYS:

@@ -63,7 +63,7 @@ class Adopter:
         """Take what there is room for, from the first block on. Blocks for about as long as the bytes take."""
         stock = self._stock
         blocks = _blocks_of(adopt, stock.tiers.slot_nbytes)
-        if stock.tiers.rows(0) is None or not stock.spec.checksum:
+        if stock.tiers.host is None or not stock.spec.checksum:
             return Adopted(self._life, refused="it has no host tier with checksums")
         if blocks is None:
             return Adopted(self._life, refused="the blocks it was offered make no sense")
@@ -121,7 +121,7 @@ class Adopter:
         return taken, bad, error
 
     def _begin(self, adopt: Adopt, blocks: Sequence[tuple[_Block, Place]]) -> Transfer:
-        rows = self._stock.tiers.rows(0)
+        rows = self._stock.tiers.rows(blocks[0][1].tier)
         assert rows is not None
         base, step, there = rows.data_ptr(), self._stock.tiers.slot_nbytes, adopt.memory
         pairs = [
@@ -136,7 +136,7 @@ class Adopter:
             time.sleep(PAUSE_S)
         if chunk.transfer.poll() is not TransferState.DONE:
             return f"a read of its blocks failed: {chunk.transfer.error or 'it is too slow, or hangs'}"
-        stock, rows = self._stock, self._stock.tiers.rows(0)
+        stock, rows = self._stock, self._stock.tiers.rows(chunk.blocks[0][1].tier)
         assert rows is not None
         good: list[Place] = []
         wrong: list[Place] = []

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from raykv.actors.drain_targets import Target, Targets
@@ -23,6 +23,7 @@ from raykv.actors.store_stock import Stock
 from raykv.core.drain_book import FIRST_PLACE, HOPELESS, LAST_PLACE
 from raykv.core.peer_part import seal
 from raykv.core.store_plans import Published
+from raykv.engine_messages import Why
 from raykv.errors import DiskError, HostError, RayKVError
 from raykv.peer_messages import Adopt, Adopted, Adoption, PeerMemory
 from raykv.storage.fs_pool import FsPool
@@ -49,16 +50,25 @@ class Drainer:
     """One per store. Any thread; drains take turns."""
 
     def __init__(
-        self, stock: Stock, life: StoreLife, name: str, memory: PeerMemory | None, open_peer: OpenPeer | None
+        self,
+        stock: Stock,
+        life: StoreLife,
+        name: str,
+        memory: Callable[[], PeerMemory | None],
+        open_peer: OpenPeer | None,
     ) -> None:
-        """`name` of the store's actor; `memory`: what others may read of it, None: nothing."""
+        """`name` of the store's actor; `memory`: what others may read of it now, None: nothing."""
         self._stock, self._life, self._name = stock, life, name
-        self._memory, self._open_peer = memory, open_peer
+        self._memory_now, self._open_peer = memory, open_peer
         self._turn = threading.Lock()
         self._wanted = False
         self._until = 0.0  # when nobody has ended the store by then, it is not drained any more
         self._moved_nbytes = self._left = self._skipped = 0
         self._problem = ""
+
+    @property
+    def _memory(self) -> PeerMemory | None:
+        return self._memory_now()
 
     # -- what the store asks --------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class Drainer:
 
     def _to_files(self, deadline: float) -> None:
         shared = self._stock.tiers.shared()
-        if shared is None or not self._stock.serves(shared[0]) or self._stock.tiers.rows(0) is None:
+        if shared is None or not self._stock.serves(shared[0]) or self._stock.tiers.host is None:
             return
         tier, pool = shared
         order = self._order()
@@ -194,7 +204,7 @@ class Drainer:
         header, rows = tiers.header(place), tiers.rows(place.tier)
         if header is not None and header.key == key and rows is not None and tiers.good(header, rows[place.slot]):
             return header
-        with self._stock.lock:
+        with self._stock.lock, self._stock.book.contents.absences.because(Why.CORRUPT):
             if self._stock.book.drain.spoil(place):
                 tiers.quarantine([place])
         return None
@@ -202,12 +212,13 @@ class Drainer:
     # -- to other nodes' stores -----------------------------------------------------------------------------
 
     def _to_stores(self, deadline: float, names: Sequence[str]) -> None:
-        if self._memory is None or self._open_peer is None:
+        memory = self._memory
+        if memory is None or self._open_peer is None:
             return
         self._problem = ""
         others = [name for name in names if name != self._name]
         targets = Targets(others, self._open_peer, SHARED + 1, LAST_PLACE - SHARED)
-        targets.ask_for_room(self._memory.slot_nbytes, lambda: self._goes_on(deadline))
+        targets.ask_for_room(memory.slot_nbytes, lambda: self._goes_on(deadline))
         todo: deque[int] = deque()
         while self._goes_on(deadline):
             todo = todo or deque(self._order())
@@ -248,7 +259,7 @@ class Drainer:
 
     def _offer(self, batch: Sequence[Published]) -> tuple[list[tuple[Published, int]], Adopt]:
         """The blocks whose headers are sound, with their bytes, and what is asked for them."""
-        assert self._memory is not None
+        memory = self._memory
         offered: list[tuple[Published, int]] = []
         slots, sizes, seals = array("I"), array("I"), array("Q")
         for key, place in batch:
@@ -262,7 +273,9 @@ class Drainer:
             seals.append(seal(key, header.nbytes, header.checksum))
         keys = b"".join(key for (key, _), _ in offered)
         lists = (keys, sizes.tobytes(), slots.tobytes(), seals.tobytes())
-        return offered, Adopt(self._name, self._life, self._memory, *lists)
+        if memory is None:  # the host tier has just been removed
+            return [], Adopt(self._name, self._life, PeerMemory(0, 0, 0, b""), *lists)
+        return offered, Adopt(self._name, self._life, memory, *lists)
 
     def _take_in(self, target: Target, offered: Sequence[tuple[Published, int]], answer: Adopted) -> list[int]:
         """What it says of blocks that are still pinned; the slots to be offered again."""

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, directory_handle, handles
+from raykv.actors import cluster, directory_handle, event_handle, handles
 from raykv.actors.host_base import HostInfo, compare_versions
 from raykv.actors.peer_finder import DirectoryFinder, PeerDoor
 from raykv.actors.processes import Pidfd
@@ -35,10 +35,18 @@ GROUPS = {
     "lend": 1,
     "drain": 2,
     "adopt": 2,
+    "admin": 2,
     handles.CONTROL_GROUP: 4,
 }
 """Threads by concurrency group: a look-up waits for look-ups only, a rank's load for nobody's save."""
-GROUP_OF = {"look_ups": "look_up", "give_back": "lend", **{name: name for name in GROUPS}}
+ADMIN = ("view", "where", "why", "pin", "unpin", "forget", "set_quota", "begin", "operation", "operations")
+"""For operators: see `store_admin`."""
+GROUP_OF = {
+    "look_ups": "look_up",
+    "give_back": "lend",
+    **{name: name for name in GROUPS},
+    **dict.fromkeys(ADMIN, "admin"),
+}
 OPEN_S = 60.0
 SHUTDOWN_S = 10.0
 
@@ -95,7 +103,7 @@ def open_store(
         raise StoreError("A store can't be opened: this process is in no Ray cluster (cluster.connect).")
     if not cluster.head_reachable():  # Ray would wait for it for a minute
         raise StoreError("A store can't be found or started while Ray's head is away: `raykv restart-head`.")
-    from raykv.actors.node_store import NodeStore  # torch, which the command line does without
+    from raykv.actors.store_actor import NodeStore  # torch, which the command line does without
 
     node = node_id or ray.get_runtime_context().get_node_id()
     name = store_name(spec.name, node)
@@ -153,6 +161,7 @@ def _door(spec: StoreSpec, node: str, name: str, namespace: str) -> tuple[PeerDo
         store=name,
         loopback=_is_loopback(ip),
         find_directory=find,
+        find_events=event_handle.finder(namespace),
     )
     return door, node[:12] if list(nodes.values()).count(ip) > 1 else ""
 
@@ -167,7 +176,8 @@ def _is_loopback(ip: str) -> bool:
 def _conflict(spec: StoreSpec, running: Mapping[str, Any]) -> str:
     """How the running store differs from what an engine wants; empty if it does not matter."""
     wanted = [(str(tier.medium), tier.capacity, tier.path) for tier in spec.tiers]
-    if [tuple(tier) for tier in running["tiers"]] != wanted:
+    # An operator may have changed them since: who wants what was configured may come back, and who wants what is now.
+    if all([tuple(tier) for tier in running.get(key, ())] != wanted for key in ("tiers", "tiers_now")):
         return f"the tiers {running['tiers']}, not {wanted}"
     if running["checksum"] != spec.checksum:
         return f"checksum={running['checksum']}, not {spec.checksum}"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from raykv.actors import store_meter
 from raykv.actors.peer_loads import PeerLoader, Wanted
 from raykv.actors.store_sessions import Engine, Session
 from raykv.actors.store_stock import Stock
@@ -92,13 +93,21 @@ class Loader:
         loaded = _Loaded()
         far_good: list[Wanted] = []
         try:
+            begun = time.monotonic()
             self._load_from_memory(session, wanted, loaded)
+            self._count(session, loaded.good, begun)
             slower = [one for one in wanted if stock.tiers.rows(one.place.tier) is None]
             if slower:
+                begun, so_far = time.monotonic(), len(loaded.good)
                 self._load_through(session, slower, loaded)
+                self._count(session, loaded.good[so_far:], begun)
             if part is not None and far and not loaded.bad and self._peers is not None:
+                begun = time.monotonic()
                 from_peer = self._peers.load(session, row, part, far)
                 far_good, loaded.error = from_peer.good, from_peer.error
+                nbytes = sum(session.nbytes[one.group] for one in far_good)
+                seconds = time.monotonic() - begun
+                stock.meter.moved(Medium.PEER, store_meter.READ, store_meter.ENGINE, nbytes, seconds)
         except Exception as error:
             logger.exception("a load of engine %s, rank %d", session.attach.engine, session.attach.rank)
             settled = {one.block_id for one in loaded.good}
@@ -113,15 +122,29 @@ class Loader:
             bad += [one.block_id for one in far if (one.group, one.index) not in good]
             loaded.error = loaded.error or "the store has no peer tier"
         media = Counter(stock.tiers.medium(one.place.tier) for one in loaded.good)
+        seconds = time.monotonic() - started
+        stock.meter.took(store_meter.LOAD, seconds)
+        if bad:
+            stock.meter.fault("load failed")
         return JobDone(
             job.job,
             ok=not bad,
             bad_blocks=tuple(bad),
             nbytes=sum(session.nbytes[group] for group in groups),
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             media=dict(media + Counter({Medium.PEER: len(far_good)})),
             error=loaded.error,
         )
+
+    def _count(self, session: Session, good: Sequence[_Wanted], begun: float) -> None:
+        """These came in so long a time, from one tier mostly: each medium is said to have taken its share of it."""
+        nbytes: Counter[Medium] = Counter()
+        for one in good:
+            nbytes[self._stock.tiers.medium(one.place.tier)] += session.nbytes[one.group]
+        seconds, total = time.monotonic() - begun, sum(nbytes.values())
+        for medium, count in nbytes.items():
+            share = seconds * count / total
+            self._stock.meter.moved(medium, store_meter.READ, store_meter.ENGINE, count, share)
 
     def _load_from_memory(self, session: Session, wanted: Sequence[_Wanted], loaded: _Loaded) -> None:
         tiers = self._stock.tiers
@@ -169,9 +192,9 @@ class Loader:
 
     def _promotions(self, wanted: Sequence[_Wanted]) -> dict[Place, Move]:
         stock = self._stock
-        if stock.tiers.rows(0) is None:
-            return {}
         with stock.lock:
+            if stock.tiers.rows(stock.takes) is None:
+                return {}
             plan = stock.book.begin_promotion([one.place for one in wanted])
             stock.tiers.clear(plan.clear)
         return {move.source: move for move in plan.moves}
@@ -184,8 +207,8 @@ class Loader:
         header = self._header(session, one, loaded)
         if header is None:
             return _Read(one, None, None, None, None)
-        rows = stock.tiers.rows(0)
         move = moves.pop(one.place, None)
+        rows = stock.tiers.rows(move.target.tier) if move is not None else None
         if move is not None and rows is not None:
             target, staged = rows[move.target.slot], None
         else:
@@ -214,7 +237,7 @@ class Loader:
             self._give_up(read)
             return
         if read.move is not None:
-            rows = stock.tiers.rows(0)
+            rows = stock.tiers.rows(read.move.target.tier)
             assert rows is not None
             try:
                 session.mover(one.group, rows).load([read.move.target.slot], [one.block_id])

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from raykv.actors import store_meter
 from raykv.actors.store_sessions import Sessions
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Written
-from raykv.core.store_plans import Move, Place
+from raykv.core.store_plans import Move
 from raykv.errors import DiskError, StorageError
 from raykv.store_messages import Medium
 
@@ -78,17 +79,20 @@ class Mover:
     def move_some(self) -> int:
         """Carry out what the book wants moved next; how many moves that were."""
         stock = self._stock
-        if len(stock.spec.tiers) < 2:
-            return 0
         with stock.lock:
             plan = stock.book.next_demotions(MOVES_AT_ONCE)
             stock.tiers.clear(plan.clear)
-        return sum(self._pool.map(self._move, plan.moves))
+        self.carry_out(plan.moves)
+        return len(plan.moves)
 
-    def _move(self, move: Move) -> int:
+    def carry_out(self, moves: Sequence[Move]) -> list[bool]:
+        """Copy, and tell the book of each; whether it is in its new place. Blocks; any thread, until `close`."""
+        return list(self._pool.map(self._move, moves))
+
+    def _move(self, move: Move) -> bool:
         ok, bad = False, False
         staged: int | None = None
-        tiers = self._stock.tiers
+        tiers, at_work = self._stock.tiers, move.source.tier
         try:
             header, rows = tiers.header(move.source), tiers.rows(move.source.tier)
             if header is None or header.key != move.key:
@@ -103,18 +107,23 @@ class Mover:
                     row = self._stock.staging.rows[staged]
                     bad = not tiers.read(move.source, header, row)
                 if not bad:
+                    at_work = move.target.tier
+                    begun = time.monotonic()
                     tiers.write(move.target, row, Written(header.nbytes, header.checksum), move.key)
-                    ok = True
+                    ok, seconds, medium = True, time.monotonic() - begun, tiers.medium(move.target.tier)
+                    self._stock.meter.moved(medium, store_meter.WRITE, store_meter.MOVE, header.nbytes, seconds)
         except DiskError as error:
             if error.fatal:
-                self._stock.switch_off(move.target.tier, error)
+                self._stock.switch_off(at_work, error)
             else:
-                logger.warning("a move to the %s tier: %s", tiers.medium(move.target.tier), error)
+                logger.warning("a move, at the %s tier: %s", tiers.medium(at_work), error)
         finally:
             if staged is not None:
                 self._stock.staging.give([staged])
             self._stock.end_move(move, ok, bad)
-        return 1
+            if not ok:
+                self._stock.meter.fault("move failed")
+        return ok
 
     # -- once a second --------------------------------------------------------------------------------------
 
@@ -129,7 +138,9 @@ class Mover:
                     self._woken.set()
                 if now - self._used_at > IDLE_S and now - self._scrubbed_at > SCRUB_PAUSE_S:
                     self._scrubbed_at = now
-                    for tier in range(len(self._stock.spec.tiers)):
+                    with self._stock.lock:
+                        tiers = self._stock.book.order
+                    for tier in tiers:
                         self.scrub(tier)
                 self._check_when_idle(now)
             except Exception:
@@ -147,7 +158,7 @@ class Mover:
         key, place = found
         ok = True
         try:
-            ok = self._sound(key, place)
+            ok = self._stock.sound(key, place)
         except StorageError as error:
             logger.warning("can't read slot %s to check it: %s", place, error)
         finally:
@@ -156,20 +167,6 @@ class Mover:
                     stock.tiers.quarantine([place])
         if not ok:
             logger.warning("slot %d of the %s tier has rotted: out of use", place.slot, stock.tiers.medium(tier))
-
-    def _sound(self, key: bytes, place: Place) -> bool:
-        tiers = self._stock.tiers
-        header, rows = tiers.header(place), tiers.rows(place.tier)
-        if header is None or header.key != key:
-            return False
-        if rows is not None:
-            return tiers.good(header, rows[place.slot])
-        staged = self._stock.staging.take()
-        assert staged is not None
-        try:
-            return tiers.read(place, header, self._stock.staging.rows[staged])
-        finally:
-            self._stock.staging.give([staged])
 
     def _check_when_idle(self, now: float) -> None:
         if now - self._used_at < CHECK_AFTER_S or self._checked_at > self._used_at:

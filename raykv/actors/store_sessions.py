@@ -29,6 +29,9 @@ from raykv.storage.checksum import checksum
 from raykv.store_messages import FINGERPRINT_NBYTES, RankAttach
 from raykv.types import EngineId, Rank
 
+MOST_ROWS = 8
+"""Sets of rows that a session has movers for."""
+
 
 @dataclass(eq=False)
 class Session:
@@ -42,16 +45,17 @@ class Session:
     nbytes: tuple[int, ...]
     users: int = 0
     ended: bool = False
-    _movers: dict[int, tuple[SlotMover, ...]] = field(default_factory=dict)
+    _movers: dict[tuple[int, int], tuple[SlotMover, ...]] = field(default_factory=dict)
 
     def mover(self, group: int, rows: torch.Tensor) -> SlotMover:
         """What copies between the group's blocks and these slots. While the session is in use."""
-        # Keyed by address: a store has few sets of rows, of its host tier and for staging, and all stay.
-        movers = self._movers.get(rows.data_ptr())
+        # A store has few sets of rows, of its host tier and for staging. They stay; a host tier may change its length.
+        key = (rows.data_ptr(), len(rows))
+        movers = self._movers.get(key)
         if movers is None:
-            movers = self._movers[rows.data_ptr()] = tuple(
-                SlotMover(layouts, rows, checksum) for layouts in self.layouts
-            )
+            if len(self._movers) >= MOST_ROWS:  # none of a copy that runs: it has its own reference
+                self._movers.clear()
+            movers = self._movers[key] = tuple(SlotMover(layouts, rows, checksum) for layouts in self.layouts)
         return movers[group]
 
     def close(self) -> None:
@@ -214,6 +218,11 @@ class Sessions:
     def engine_ids(self) -> tuple[EngineId, ...]:
         with self._changed:
             return tuple(self._engines)
+
+    def attaches(self) -> list[RankAttach]:
+        """Of all ranks that are attached."""
+        with self._changed:
+            return [session.attach for engine in self._engines.values() for session in engine.sessions.values()]
 
     @property
     def busy(self) -> bool:

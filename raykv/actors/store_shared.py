@@ -57,6 +57,7 @@ class SharedLookUps:
         self._asked: dict[bytes, _Asked] = {}
         self._turn = threading.Lock()
         self._slow_until = 0.0
+        self._ended = False
         self._checked_at = time.monotonic()
 
     @classmethod
@@ -70,13 +71,18 @@ class SharedLookUps:
         if not self._turn.acquire(timeout=self._wait_s):
             return
         try:
-            if not self._stock.serves(self._tier):
+            if self._ended or not self._stock.serves(self._tier):
                 return
             self._find(prompts, deadline)
         except DiskError as error:
             self._stock.switch_off(self._tier, error)
         finally:
             self._turn.release()
+
+    def end(self) -> None:
+        """When this returns nothing is asked any more: the tier is gone. Blocks as `find` does."""
+        with self._turn:
+            self._ended = True
 
     def _find(self, prompts: Sequence[Prompt], deadline: float) -> None:
         self._take_in()

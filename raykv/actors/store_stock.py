@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from raykv.actors.store_meter import Meter
 from raykv.actors.store_tiers import Tiers
 from raykv.core.eviction import make_policy
 from raykv.core.peer_part import PeerParts
 from raykv.core.slot_table import SlotTable
 from raykv.core.store_book import StoreBook
-from raykv.core.store_plans import Move
+from raykv.core.store_plans import Move, Place
 from raykv.errors import DiskError
 from raykv.storage.disk_pool import aligned_buffer
 from raykv.store_messages import Medium
@@ -66,20 +67,24 @@ class Stock:
     def __init__(self, tiers: Tiers) -> None:
         self.tiers, self.spec = tiers, tiers.spec
         self.lock = threading.Lock()
+        self.meter = Meter()
         self.book = StoreBook(
             [SlotTable(count, make_policy(self.spec.eviction, count)) for count in tiers.num_slots],
-            [tier.medium for tier in self.spec.tiers],
+            [tier.medium for tier in tiers.specs],
             self.spec.cascade,
             self.spec.lease_s,
         )
-        for tier in range(len(self.spec.tiers)):
+        tiers.tenant_of = self.book.contents.tenants.tag
+        for tier, spec in enumerate(tiers.specs):
             found, quarantined = tiers.recovered(tier)
-            self.book.recovered(tier, found, quarantined)
+            self.book.recovered(tier, found, quarantined, tiers.tenants(tier))
             if found or quarantined:
                 medium = tiers.medium(tier)
                 logger.info("%s tier: %d blocks found again, %d slots out of use", medium, len(found), len(quarantined))
-        through = any(tier.medium is not Medium.HOST for tier in self.spec.tiers)
-        self._staging = Staging(tiers.slot_nbytes) if through else None
+            if spec.medium in tiers.drained:
+                self.book.changes.be_drained(tier)
+        self._staging: Staging | None = None
+        self.stage_through(spec.medium for spec in tiers.specs)
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="raykv-read")
         self.parts = PeerParts()
         """What leases have at peers; under the lock."""
@@ -88,6 +93,16 @@ class Stock:
         self._first_lease = secrets.randbits(30) << 32
         for tier, why in tiers.off:
             self.switch_off(tier, DiskError(why, fatal=True))
+
+    def stage_through(self, media: Iterable[Medium]) -> None:
+        """There are tiers of these media (too)."""
+        if self._staging is None and any(medium is not Medium.HOST for medium in media):
+            self._staging = Staging(self.tiers.slot_nbytes)
+
+    @property
+    def takes(self) -> int | None:
+        """The tier that saves, promotions and what comes from peers go to. Under the lock."""
+        return self.book.fastest
 
     @property
     def staging(self) -> Staging:
@@ -102,6 +117,21 @@ class Stock:
         """The reverse; a lease of another life becomes a number that the book never gave."""
         return LeaseId(lease - self._first_lease)
 
+    def sound(self, key: bytes, place: Place) -> bool:
+        """Whether a pinned slot has the bytes of its block. Blocks for as long as they take to be read; raises
+        StorageError."""
+        header, rows = self.tiers.header(place), self.tiers.rows(place.tier)
+        if header is None or header.key != key:
+            return False
+        if rows is not None:
+            return self.tiers.good(header, rows[place.slot])
+        staged = self.staging.take()
+        assert staged is not None
+        try:
+            return self.tiers.read(place, header, self.staging.rows[staged])
+        finally:
+            self.staging.give([staged])
+
     def end_move(self, move: Move, ok: bool, bad_source: bool = False) -> None:
         """A move has ended, and its headers follow."""
         with self.lock:
@@ -115,19 +145,24 @@ class Stock:
         """Whether the tier is not switched off."""
         return tier not in self._off
 
+    def is_new(self, tier: int) -> None:
+        """The number is that of another tier now. Under the lock."""
+        self._off.discard(tier)
+
     def switch_off(self, tier: int, error: DiskError) -> None:
         """A medium has failed for good. The store serves on without it."""
         with self.lock:
-            if tier in self._off:
+            if tier in self._off or tier not in self.book.order:
                 return
             self._off.add(tier)
+            self.meter.fault("tier off")
             self.book.tier_off(tier, str(error))
         logger.error(
             "The %s tier of store %s (%s) is switched off: %s The store serves on without it; `raykv stop` and a new "
             "start try it again.",
             self.tiers.medium(tier),
             self.spec.name,
-            self.spec.tiers[tier].path or "memory",
+            self.tiers.spec_of(tier).path or "memory",
             error,
         )
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
+from raykv.actors.tier_state import TierState, TierStateFile
+from raykv.admin_messages import NO_TENANT
 from raykv.core.store_plans import Place, Published
 from raykv.errors import DiskError, StorageError
 from raykv.storage.checksum import matches
-from raykv.storage.disk_pool import DiskPool
+from raykv.storage.disk_pool import DiskPool, remove_pool
+from raykv.storage.files import open_locked
 from raykv.storage.fs_pool import FsPool
 from raykv.storage.headers import PAGE, Header, SlotState, read_geometry
 from raykv.storage.host_pool import HostPool
@@ -44,30 +48,47 @@ class Written:
 
 
 class Tiers:
-    """The open pools of a store, fastest first. Any thread; who may touch which slot is the book's to decide."""
+    """The open pools of a store, by the number that the book knows each tier by. Any thread; who may touch which slot
+    is the book's to decide. `spec` is what was configured; what is now is `specs`."""
 
-    def __init__(self, spec: StoreSpec, slot_nbytes: int, pools: Sequence[Pool]) -> None:
-        self.spec, self.slot_nbytes, self._pools = spec, slot_nbytes, tuple(pools)
+    def __init__(
+        self, spec: StoreSpec, slot_nbytes: int, pools: Sequence[Pool], file: TierStateFile, state: TierState
+    ) -> None:
+        self.spec, self.slot_nbytes = spec, slot_nbytes
+        self.file, self.drained = file, state.drained
+        self._pools: list[Pool | None] = list(pools)
+        self._specs = list(state.tiers)  # that of a tier that was removed stays until its number is another's
         self._written: dict[Place, Written] = {}
         self._written_lock = threading.Lock()
+        self.tenant_of: Callable[[Place], bytes] = lambda place: NO_TENANT
+        """Whose a slot is that is published; the book says it."""
 
     @classmethod
     def open(cls, spec: StoreSpec, slot_nbytes: int, host: Path) -> Tiers:
-        """Find or make all pools. Raises StorageError; then none is left open."""
+        """Find or make all pools, of the tiers as an operator has left them. Raises StorageError; then none is left
+        open."""
         pools: list[Pool] = []
+        file = TierStateFile(host, spec)
+        state = file.read()
         try:
-            for tier in spec.tiers:
-                pools.append(_open_pool(tier, slot_nbytes, host))
+            for tier in state.tiers:
+                pools.append(open_pool(tier, slot_nbytes, host))
+            if state != TierState(spec.tiers):
+                kept = tuple(path for path in state.trash if not remove_pool(path))
+                file.write(state := replace(state, trash=kept))
+                _say(spec, state)
+            if not any(isinstance(pool, HostPool) for pool in pools):
+                remove_host_pool(host)
         except BaseException:
             for pool in pools:
                 pool.close(remove=False)
             raise
-        return cls(spec, slot_nbytes, pools)
+        return cls(spec, slot_nbytes, pools, file, state)
 
     @staticmethod
     def found_slot_nbytes(spec: StoreSpec, host: Path) -> int:
         """The bytes of a slot in pools of an earlier life, the slowest one's, which has the most to lose; 0: none."""
-        for tier in reversed(spec.tiers):
+        for tier in reversed(TierStateFile(host, spec).read().tiers):
             if tier.medium is Medium.FS:  # it has files of any length
                 continue
             path = host if tier.medium is Medium.HOST else Path(tier.path or "", "raykv.headers")
@@ -79,22 +100,71 @@ class Tiers:
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        return tuple(pool.headers.slots for pool in self._pools)
+        """By number; 0 where there is no tier."""
+        return tuple(pool.headers.slots if pool is not None else 0 for pool in self._pools)
 
-    def rows(self, tier: int) -> torch.Tensor | None:
-        """The slots of a tier in memory, [slots, slot_nbytes]; None for one that is read and written."""
+    @property
+    def specs(self) -> tuple[TierSpec, ...]:
+        """The tiers as they are, fastest first."""
+        there = [spec for spec, pool in zip(self._specs, self._pools, strict=True) if pool is not None]
+        return tuple(sorted(there, key=lambda spec: list(Medium).index(spec.medium)))
+
+    def spec_of(self, tier: int) -> TierSpec:
+        return self._specs[tier]
+
+    def pool(self, tier: int) -> Pool:
+        """That of a tier that is there, which is so while anything of it is pinned or written."""
         pool = self._pools[tier]
+        assert pool is not None
+        return pool
+
+    # -- changes, by one caller at a time -------------------------------------------------------------------
+
+    def add(self, tier: int, spec: TierSpec, pool: Pool) -> None:
+        """Under the number that the book has given it."""
+        if tier == len(self._pools):
+            self._pools.append(None)
+            self._specs.append(spec)
+        self._specs[tier] = spec
+        self._pools[tier] = pool
+
+    def remove(self, tier: int) -> Pool:
+        """Nothing of it is pinned or written, and the book has no such tier any more."""
+        pool = self.pool(tier)
+        self._pools[tier] = None
+        return pool
+
+    def resized(self, tier: int, capacity: int) -> None:
+        """Its pool has changed."""
+        self._specs[tier] = replace(self._specs[tier], capacity=capacity)
+
+    def rows(self, tier: int | None) -> torch.Tensor | None:
+        """The slots of a tier in memory, [slots, slot_nbytes]; None for one that is read and written, and for none.
+
+        Slots keep their address while the tier is there; after it has grown there are more of them.
+        """
+        pool = self._pools[tier] if tier is not None else None
         return pool.slots if isinstance(pool, HostPool) else None
 
     def recovered(self, tier: int) -> tuple[list[tuple[int, bytes]], list[int]]:
         """What an earlier life left there: slots with their keys, and slots that are out of use."""
-        pool = self._pools[tier]
+        pool = self.pool(tier)
         if isinstance(pool, FsPool):  # what is there is found by look-ups
             return [], []
         if not self.spec.checksum:  # nothing would check them
             self.clear([Place(tier, one.slot) for one in pool.recovered])
             return [], pool.headers.quarantined()
         return [(one.slot, one.key) for one in pool.recovered], pool.headers.quarantined()
+
+    def tenants(self, tier: int) -> dict[int, bytes]:
+        """Whose the recovered slots are, of those that are somebody's."""
+        recovered = self.pool(tier).recovered if self.spec.checksum else ()
+        return {one.slot: one.tenant for one in recovered if one.tenant != NO_TENANT}
+
+    @property
+    def host(self) -> int | None:
+        """The tier in memory."""
+        return next((tier for tier, pool in enumerate(self._pools) if isinstance(pool, HostPool)), None)
 
     @property
     def off(self) -> list[tuple[int, str]]:
@@ -108,14 +178,16 @@ class Tiers:
     def counts(self, tier: int) -> dict[str, int]:
         """Figures of a TierStatus that the pool knows better than the book."""
         pool = self._pools[tier]
-        if not isinstance(pool, FsPool):
+        if not isinstance(pool, FsPool):  # also of a tier that has just gone
             return {}
         return {"evicted": pool.counts["evicted"], "bad_reads": pool.counts["bad"]}
 
     def close(self, remove_host: bool) -> None:
         """Nothing may touch a slot any more."""
         for pool in self._pools:
-            pool.close(remove=remove_host and isinstance(pool, HostPool))
+            if pool is not None:
+                pool.close(remove=remove_host and isinstance(pool, HostPool))
+        self.file.close(remove_host)
 
     # -- headers: in the lock hold of the book's call that asked for it -------------------------------------
 
@@ -124,15 +196,16 @@ class Tiers:
         for key, place in published:
             with self._written_lock:
                 written = self._written.pop(place)
-            self._pools[place.tier].headers.publish(place.slot, key, written.nbytes, written.checksum)
+            tenant = self.tenant_of(place)
+            self.pool(place.tier).headers.publish(place.slot, key, written.nbytes, written.checksum, tenant)
 
     def clear(self, places: Sequence[Place]) -> None:
         for place in places:
-            self._pools[place.tier].headers.clear(place.slot)
+            self.pool(place.tier).headers.clear(place.slot)
 
     def quarantine(self, places: Sequence[Place]) -> None:
         for place in places:
-            self._pools[place.tier].headers.quarantine(place.slot)
+            self.pool(place.tier).headers.quarantine(place.slot)
 
     # -- any time -------------------------------------------------------------------------------------------
 
@@ -143,7 +216,7 @@ class Tiers:
 
     def header(self, place: Place) -> Header | None:
         """The header of a READY slot, if it is sound."""
-        header = self._pools[place.tier].headers.read(place.slot)
+        header = self.pool(place.tier).headers.read(place.slot)
         if header.state is not SlotState.READY:
             return None
         if header.checksum is None and self.spec.checksum:
@@ -158,7 +231,7 @@ class Tiers:
 
     def read(self, place: Place, header: Header, row: torch.Tensor) -> bool:
         """Read a slot into an aligned row and check it there. False: bad bytes. Raises a fatal DiskError."""
-        pool = self._pools[place.tier]
+        pool = self.pool(place.tier)
         try:
             if isinstance(pool, FsPool):
                 return pool.read(header, row)
@@ -178,7 +251,7 @@ class Tiers:
 
         `key` is what they are written by where a tier is shared, for other nodes to see at once: of what is committed.
         """
-        pool = self._pools[place.tier]
+        pool = self.pool(place.tier)
         if isinstance(pool, FsPool):
             pool.write(key, written.nbytes, written.checksum, row)
         elif isinstance(pool, DiskPool):
@@ -188,10 +261,26 @@ class Tiers:
         self.note(place, written)
 
     def medium(self, tier: int) -> Medium:
-        return self.spec.tiers[tier].medium
+        return self._specs[tier].medium
 
 
-def _open_pool(tier: TierSpec, slot_nbytes: int, host: Path) -> Pool:
+def _say(spec: StoreSpec, state: TierState) -> None:
+    tiers = ", ".join(f"{tier.medium} {tier.capacity:,} bytes" for tier in state.tiers)
+    drained = f" (drained: {', '.join(state.drained)})" if state.drained else ""
+    logger.info("store %s has its tiers as an operator left them: %s%s", spec.name, tiers, drained)
+
+
+def remove_host_pool(host: Path) -> None:
+    """Give the memory of a host tier back that was removed, if a kill came in between."""
+    if host.exists():
+        with contextlib.suppress(StorageError):
+            fd = open_locked(str(host))
+            os.unlink(host)
+            os.close(fd)
+
+
+def open_pool(tier: TierSpec, slot_nbytes: int, host: Path) -> Pool:
+    """Find or make the pool of a tier. Raises StorageError."""
     num_slots = tier.capacity // slot_nbytes
     if num_slots < 1:
         raise StorageError(

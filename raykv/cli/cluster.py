@@ -1,4 +1,4 @@
-"""`raykv up`, `down`, `drain`: engines and stores over a whole Ray cluster, from a spec."""
+"""`raykv up`, `down`, `drain`: engines and stores over a whole Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raykv.cli.base import command, out, plain
+from raykv.cli.connected import ADDRESS, NAMESPACE, Bars, on_cluster
 from raykv.cli.status import coloured
 
 if TYPE_CHECKING:
     from raykv.launch.up import Progress
-
-ADDRESS = click.option("--address", help="host:port of the head; else RAY_ADDRESS, else the cluster on this machine.")
-NAMESPACE = click.option("--namespace", default="raykv", show_default=True, help="Ray namespace of the actors.")
 
 
 def tell(progress: Progress) -> None:
@@ -80,28 +78,17 @@ def down_command(address: str | None, namespace: str, timeout: float) -> dict[st
     return {"ended": ended}
 
 
-@command("drain")
+@on_cluster("drain")
 @click.argument("node")
-@ADDRESS
-@NAMESPACE
-@click.option("--timeout", default=900.0, show_default=True, help="Seconds to wait until the node is empty.")
+@click.option("--wait", "wait_s", default=900.0, show_default=True, help="Seconds to wait until the node is empty.")
 @click.option("--undo", is_flag=True, help="Use the node again.")
-def drain_command(node: str, address: str | None, namespace: str, timeout: float, undo: bool) -> dict[str, Any]:
+def drain_command(kv: Any, node: str, wait_s: float, undo: bool) -> Any:
     """Empty NODE (its id, the first letters of it, or its host) so that it can be removed.
 
     Its engines go on until others have taken their places, then they finish their requests and end; the blocks of its
-    stores move to where they are still found.
+    stores move to where they are still found. Without a Controller (`raykv up`) only the stores are emptied.
     """
-    from raykv.actors import cluster
-    from raykv.launch import up
-
-    try:
-        if undo:
-            found = up.undrain(node, address=address, namespace=namespace)
-            out.print(f"Node {found[:8]} takes engines and stores again.")
-        else:
-            found = up.drain(node, tell, address=address, namespace=namespace, timeout=timeout)
-            out.print(f"Node {found[:8]} is empty: it can be removed.")
-    finally:
-        cluster.disconnect()
-    return {"node": found, "drained": not undo}
+    if undo:
+        return kv.undrain_node(node)
+    with Bars() as bars:
+        return kv.drain_node(node, wait_s=wait_s, tell=bars)

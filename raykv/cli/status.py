@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
+from raykv.api.objects import Engine, Listing, shares
 from raykv.cli.base import command, out, plain
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def status_command(address: str | None, namespace: str, timeout: float) -> dict[
                 status = controller.status(timeout)
             except ClusterError as error:
                 problem = str(error)
+        engines = engines_of(namespace, timeout)
     finally:
         cluster.disconnect()
     out.print(f"Ray at [bold]{view.address}[/]")
@@ -52,6 +55,8 @@ def status_command(address: str | None, namespace: str, timeout: float) -> dict[
     _print_directory(view.directory)
     _print_stores(view)
     hosts = [row for row in view.hosts if _of_an_engine(row)]
+    if engines:
+        _print_engines(engines)
     _print_hosts(view, hosts, namespace, status is not None or bool(view.stores))
     return {
         "address": view.address,
@@ -60,8 +65,23 @@ def status_command(address: str | None, namespace: str, timeout: float) -> dict[
         "stores": [_plain_row(row) for row in view.stores],
         "directory": None if view.directory is None else _plain_row(view.directory),
         "cluster": None if status is None else _as_json(status),
+        "engines": engines.to_dict(),
         "problem": problem,
     }
+
+
+def engines_of(namespace: str, timeout: float) -> Listing[Engine]:
+    """The engines that have a desk, as they describe themselves. This process is in the cluster."""
+    from raykv.actors import cluster, desk_handle
+    from raykv.api.looking import engines_at
+    from raykv.errors import RayKVError
+
+    callers = {}
+    for name in desk_handle.desks(namespace):
+        with contextlib.suppress(RayKVError):  # it is gone by now
+            callers[name] = desk_handle.find_desk(name, namespace)
+    hosts = {node["node_id"]: node["host"] for node in cluster.nodes()} if callers else {}
+    return engines_at(callers, timeout, hosts)
 
 
 def _as_json(status: ClusterStatus) -> dict[str, Any]:
@@ -75,11 +95,15 @@ def _plain_row(row: HostRow) -> dict[str, Any]:
 
 def _of_an_engine(row: HostRow) -> bool:
     """Not what the other tables show."""
+    from raykv.actors.desk_handle import PREFIX as DESK
     from raykv.actors.directory_handle import NAME as DIRECTORY
+    from raykv.actors.event_handle import NAME as EVENTS
     from raykv.actors.nodes import PREFIX
     from raykv.cluster_messages import CONTROLLER
 
-    return not row.is_store and not row.name.startswith(PREFIX) and row.name not in (CONTROLLER, DIRECTORY)
+    return (
+        not row.is_store and not row.name.startswith((PREFIX, DESK)) and row.name not in (CONTROLLER, DIRECTORY, EVENTS)
+    )
 
 
 def _print_nodes(view: ClusterView, status: ClusterStatus | None) -> None:
@@ -117,6 +141,19 @@ def _print_cluster(view: ClusterView, status: ClusterStatus) -> None:
     for store in status.stores:
         if store.error:
             out.print(f"[yellow]store {store.store}:[/] {plain(store.error)}")
+
+
+def _print_engines(engines: Listing[Engine]) -> None:
+    """Each engine's chain of children, and where its prompt tokens came from."""
+    table = Table("engine", "model", "children, first asked first", "tokens by source", box=None)
+    for engine in engines:
+        chain = " ".join(f"{plain(child.name)} {coloured(child.state)}" for child in engine.children) or "-"
+        tokens = plain(shares(engine.tokens)) or "-"
+        table.add_row(plain(engine.id), plain(engine.served[0] if engine.served else engine.model), chain, tokens)
+    out.print(table)
+    for engine in engines:
+        if engine.problem:
+            out.print(f"[yellow]engine {plain(engine.id)}:[/] {plain(engine.problem)}")
 
 
 def _print_directory(row: HostRow | None) -> None:

@@ -39,15 +39,17 @@ from raykv.config.cluster_spec import (
     StoreWanted,
     Transport,
 )
+from raykv.config.events import parse_events
 from raykv.config.model import LoadPolicy
 from raykv.config.reader import Reader, copy_json, did_you_mean, show
 from raykv.config.tiers import KEYS as STORE_KEYS
 from raykv.config.tiers import parse_tiers
 from raykv.errors import ConfigError
+from raykv.event_messages import EventsOptions
 from raykv.store_messages import Cascade, Medium
 
 TOP_KEYS = frozenset(
-    {"model", "vllm", "engines", "tiers", "stores", "router", "listen", "command", "environment"}
+    {"model", "vllm", "engines", "tiers", "stores", "router", "events", "listen", "command", "environment"}
     | {"startup_timeout_s", "unhealthy_timeout_s"}
 )
 ENGINE_KEYS = frozenset(
@@ -77,7 +79,8 @@ def parse_spec(raw: object) -> ClusterSpec:
     )
     _check_names(engines)
     router = _router(top)
-    _check_ports(engines, router)
+    events = parse_events(mapping_of(top, "events"), "events") if top.raw.get("events") is not None else None
+    _check_ports(engines, router, events)
     _check_pairs(engines, router)
     command = texts_of(top, "command")
     return ClusterSpec(
@@ -85,6 +88,7 @@ def parse_spec(raw: object) -> ClusterSpec:
         engines=engines,
         stores=stores,
         router=router,
+        events=events,
         listen=top.choice("listen", Listen, Listen.LOOPBACK),
         command=tuple(command) if command else None,
         startup_timeout_s=top.seconds("startup_timeout_s", 600.0),
@@ -246,9 +250,15 @@ def _check_names(engines: Sequence[EngineSpec]) -> None:
                 )
 
 
-def _check_ports(engines: Sequence[EngineSpec], router: RouterWanted | None) -> None:
+def _check_ports(engines: Sequence[EngineSpec], router: RouterWanted | None, events: EventsOptions | None) -> None:
     """No port twice: which engines share a node is not known yet, and may change."""
-    owner = {router.port: "the router"} if router is not None else {}
+    owner = {events.port: "events", events.port + 1: "events (their replay)"} if events is not None else {}
+    if router is not None:
+        if router.port in owner:
+            raise ConfigError(
+                f"Port {router.port} is wanted by the router and by {owner[router.port]}. Give one another port."
+            )
+        owner[router.port] = "the router"
     for engine in engines:
         if engine.port is None:
             continue

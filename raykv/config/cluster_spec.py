@@ -10,6 +10,7 @@ from typing import Any
 
 from raykv.cluster_messages import EngineRole
 from raykv.config.model import LoadPolicy
+from raykv.event_messages import EventsOptions
 from raykv.store_messages import Medium, StoreSpec
 
 LOOPBACK = "127.0.0.1"
@@ -126,6 +127,8 @@ class ClusterSpec:
     engines: tuple[EngineSpec, ...]
     stores: tuple[StoreWanted, ...]
     router: RouterWanted | None
+    events: EventsOptions | None
+    """The stream of KV events; None: it is off."""
     listen: Listen
     command: tuple[str, ...] | None
     """What starts vLLM instead of this environment's `vllm serve`; model and options are appended."""

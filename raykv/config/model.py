@@ -165,6 +165,8 @@ class MultiConfig:
     """None: RAY_ADDRESS, then a running local cluster."""
     namespace: str = "raykv"
     """The Ray namespace of RayKV's actors."""
+    stories: int = 1000
+    """Of how many requests it is kept where their tokens came from; 0: of none."""
 
 
 def is_vllms(module_path: str | None) -> bool:

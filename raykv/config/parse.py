@@ -105,6 +105,7 @@ def parse(kv_transfer: object) -> MultiConfig:
         ),
         ray_address=options.text("ray_address"),
         namespace=options.text("namespace") or default.namespace,
+        stories=options.count("stories", default.stories, least=0, most=100_000),
     )
 
 

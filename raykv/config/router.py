@@ -41,6 +41,9 @@ class RouterOptions:
     namespace: str = "raykv"
     """The Ray namespace of the Controller."""
     refresh_s: float = 1.0
+    residency: bool = True
+    """Learn what the stores hold of the prompts that come, and choose engines by it. It costs engines a second
+    tokenizing and hashing of some prompts (ten a second at most), behind the requests."""
     min_prompt_chars: int = 512
     """A shorter prompt is computed by the decode engine alone; a prompt of token ids counts 4 for each. 0: never."""
     connect_timeout_s: float = 3.0
@@ -74,6 +77,7 @@ def parse_router(raw: Mapping[str, Any], where: str = "router") -> RouterOptions
         engines=_engines(reader),
         namespace=reader.text("namespace") or default.namespace,
         refresh_s=reader.seconds("refresh_s", default.refresh_s),
+        residency=reader.flag("residency", default.residency),
         min_prompt_chars=reader.count("min_prompt_chars", default.min_prompt_chars, 0),
         connect_timeout_s=reader.seconds("connect_timeout_s", default.connect_timeout_s),
         prefill_timeout_s=reader.seconds("prefill_timeout_s", default.prefill_timeout_s),

@@ -96,6 +96,9 @@ class BlockPins:
     def closing(self) -> int:
         return self._table.closing
 
+    def waits_for(self, child: ChildIndex) -> bool:
+        return self._table.waits_for(child)
+
     def frees_soon(self) -> bool:
         return self._table.frees_soon()
 

@@ -65,10 +65,14 @@ class RankPlace:
         )
 
 
+def canonical(found: Mapping[str, Any]) -> str:
+    """The same facts are the same text: what `digest` is of, and what operators are shown."""
+    return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+
+
 def digest(found: Mapping[str, Any]) -> bytes:
     """16 bytes of canonical JSON."""
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_NBYTES).digest()
+    return hashlib.blake2b(canonical(found).encode(), digest_size=FINGERPRINT_NBYTES).digest()
 
 
 def facts(

@@ -26,6 +26,7 @@ class InlineChild:
 
     def __init__(self, config: ChildConfig, rank: Rank, connector: KVConnectorBase_V1, saves: bool = True) -> None:
         self.index, self.rank, self.connector, self.saves = config.index, rank, connector, saves
+        self.is_tier = config.is_tier
         self._loads = OpenLoads()
         self._invalid: set[int] = set()
         self._owed = OwedSends(vllm_compat.pulled_by_peers(config))

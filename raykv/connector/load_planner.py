@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raykv.config import LoadPolicy, MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.load_retries import LoadRetries
+from raykv.connector.plan_stories import Answered, PlanStories
+from raykv.connector.roster import Roster
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import SchedulerCounters
 from raykv.connector.sync_loads import UnprovenBlocks, why_no_sync_loads
@@ -24,6 +26,7 @@ from raykv.core.load_cost import LoadCost
 from raykv.core.load_plan import Answer, Part, cut
 from raykv.core.lookups import LookupBook, Outcome
 from raykv.core.stalls import StallWatch
+from raykv.engine_messages import Why
 from raykv.messages import ChildIndex, LoadOrder
 from raykv.types import Attempt, RequestId
 
@@ -46,35 +49,49 @@ class LoadPlanner:
     def __init__(
         self,
         config: MultiConfig,
-        children: Sequence[SchedulerChild],
+        children: Roster,
         vllm_config: Any,
         kv_cache_config: Any,
         ledger: Ledger,
         params: ChildParams,
         counters: SchedulerCounters,
     ) -> None:
-        limits = [c.config.options.lookup_timeout_s for c in children]
-        if config.lookup_timeout_s is not None:
-            limits = [min(limit, config.lookup_timeout_s) for limit in limits]
-        self._children, self._ledger, self._params, self._counters = tuple(children), ledger, params, counters
+        self._config, self._vllm_config, self._kv_cache_config = config, vllm_config, kv_cache_config
+        self._children, self._ledger, self._params, self._counters = children, ledger, params, counters
         self._block_size = vllm_config.cache_config.block_size
         self._group_block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._any_range: set[ChildIndex] = set()
-        if config.load_policy is LoadPolicy.COMPOSE:
-            self._any_range = any_range_children(children, kv_cache_config)
-        self.lookups = LookupBook(config.load_policy, limits, self._block_size, self._any_range)
-        self.retries = LoadRetries(children, self._any_range, limits)
-        self.sync_refusals = [why_no_sync_loads(vllm_config, kv_cache_config, config, c.config) for c in children]
+        self._limits: dict[ChildIndex, float] = {}
+        self.sync_refusals: dict[ChildIndex, str | None] = {}
+        self.chain_changed()
+        self.lookups = LookupBook(config.load_policy, self._limits, self._block_size, self._any_range)
+        self.retries = LoadRetries(children, self._any_range, self._limits)
         self._no_loads = vllm_compat.why_no_loads(vllm_config)
         if self._no_loads:
             vllm_compat.logger.warning("no child loads anything: %s", self._no_loads)
         self._stalls = StallWatch()
         self._unproven = UnprovenBlocks(self._block_size)
-        self._cost = LoadCost() if config.load_cost else None
+        self.rates = LoadCost()
+        self._cost = self.rates if config.load_cost else None
+        self.stories = PlanStories(vllm_config, config.stories)
         self._passed: dict[RequestId, set[ChildIndex]] = {}
         self._planned: dict[RequestId, tuple[Part, ...]] = {}
         self.step = StepLoads()
         self._manager: Any = None
+
+    def chain_changed(self) -> None:
+        """The children are others than before: what follows from each, and from all together."""
+        children, config = tuple(self._children), self._config
+        if config.load_policy is LoadPolicy.COMPOSE:
+            self._any_range |= any_range_children(children, self._kv_cache_config)
+        whole = replace(config, children=tuple(child.config for child in children))
+        for child in children:
+            limit = child.config.options.lookup_timeout_s
+            most = config.lookup_timeout_s
+            self._limits[child.index] = limit if most is None else min(limit, most)
+            self.sync_refusals[child.index] = why_no_sync_loads(
+                self._vllm_config, self._kv_cache_config, whole, child.config
+            )
 
     def bind(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager
@@ -84,6 +101,7 @@ class LoadPlanner:
 
     def look_up(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's `get_num_new_matched_tokens`."""
+        self.stories.asks(request, computed)
         if self._no_loads:
             return 0, False
         if self._unproven.shared_by(request, computed):
@@ -91,22 +109,22 @@ class LoadPlanner:
         request_id, now = RequestId(request.request_id), time.monotonic()
         if request_id in self._passed and vllm_compat.is_status(request, "PREEMPTED"):
             del self._passed[request_id]
-        eligible = {child.index: self._may_load(request_id, child) for child in self._children}
+        eligible = {child.index: self._may_load(request_id, child) for child in self._children if child.place.asked}
         for index, base in self.lookups.to_ask(request_id, computed, request.num_tokens, eligible, now):
-            if request_id in self._children[index].known:
+            if self._children[index].serves(request_id):
                 self.lookups.answer(request_id, index, self._ask(self._children[index], request, base))
         choice = self.lookups.choose(request_id, now)
         if choice.outcome is Outcome.PENDING:
             return None, False
+        self.stories.answered(request_id)
         if choice.is_async:
             self._stalls.promised(request_id)
         return choice.tokens, choice.is_async
 
     def _may_load(self, request: RequestId, child: SchedulerChild) -> bool:
         return (
-            child.up
+            child.serves(request)
             and child.config.options.load
-            and request in child.known
             and self._ledger.may_load(request, child.index)
             and child.index not in self._passed.get(request, ())
             and not self._stalls.is_withdrawn(request)
@@ -121,10 +139,10 @@ class LoadPlanner:
         refusal = self.sync_refusals[child.index]
         if tokens and not is_async and refusal:
             self._counters.refuse_sync(child, refusal)
-            tokens = 0
+            return Answer(0, False, computed, tokens, Why.NOT_ASKED, f"its synchronous hits are not used: {refusal}")
         if tokens and self._cost is not None and not self._cost.worth_it(child.index, tokens):
             self._counters.not_worth_it(child)
-            tokens = 0
+            return Answer(0, is_async, computed, tokens, Why.COST)
         return Answer(tokens, is_async, computed)
 
     def filled_groups(self, request: Request, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,6 +163,7 @@ class LoadPlanner:
         """vLLM's `update_state_after_alloc`: with less than was promised it is the tail that is not loaded. A child
         that loads nothing hears so, and sees the real blocks."""
         request_id = RequestId(request.request_id)
+        answers = self._answers(request_id)
         choice = self.lookups.take(request_id)
         self._stalls.taken(request_id)
         self._planned.pop(request_id, None)
@@ -153,6 +172,8 @@ class LoadPlanner:
         for child in self._children:
             if request_id in child.known:
                 self._tell(child, request, blocks, mine.get(child.index), parts)
+        if answers is not None:
+            self.stories.begin_pass(request_id, parts, answers, choice.is_async)
         if not parts:
             return
         self._planned[request_id] = parts
@@ -169,8 +190,7 @@ class LoadPlanner:
 
     def _order(self, request: RequestId, attempt: Attempt, part: Part, blocks: Any) -> None:
         self._counters.chosen(request, self._children[part.child], part.tokens, True)
-        if self._cost is not None:
-            self._cost.load_begun(request, part.child, part.tokens, time.monotonic())
+        self.rates.load_begun(request, part.child, part.tokens, time.monotonic())
         order = LoadOrder(request, attempt, self._targets(blocks, part))
         self.step.orders.setdefault(part.child, []).append(order)
 
@@ -232,6 +252,7 @@ class LoadPlanner:
             if found.child is not None and attempt is not None:
                 part = self.retries.taken(request_id, found.part, found.child.index)
                 self._tell(found.child, found.request, blocks, part, (part,))
+                self.stories.retaken_by(found.child, request_id, part)
                 self._order(request_id, attempt, part, blocks)
             elif self._ledger.give_up(request_id):
                 lost.append(request_id)
@@ -243,8 +264,11 @@ class LoadPlanner:
         failed, parts = self._ledger.failed_shares(request), self.retries.parts(request)
         kept = self.retries.kept(request, failed)
         self.retries.forget(request)
+        names = [self._children[index].name for index in failed]
         if not kept or len(self._group_block_sizes) > 1:
+            self.stories.lost(request, 0, names)
             return (), set()
+        self.stories.lost(request, kept[-1].end, names)
         missing = Part(parts[len(kept)].child, kept[-1].end, parts[-1].end)
         useful = {part.child for part in kept} - {part.child for part in parts[len(kept) :]}
         return self._targets(self._manager.get_blocks(request), missing), useful
@@ -266,23 +290,23 @@ class LoadPlanner:
         """`tokens`: of prompts, that the step computes; `idle`: it runs nothing, and nothing that could free a block
         is under way."""
         self._stalls.step_planned(idle)
-        if self._cost is not None:
-            self._cost.step_begun(tokens, time.monotonic())
+        self.rates.step_begun(tokens, time.monotonic())
 
     def step_ended(self) -> None:
         """The output of the oldest step without one has arrived."""
-        if self._cost is not None:
-            self._cost.step_ended(time.monotonic())
+        self.rates.step_ended(time.monotonic())
 
     def settled(self, settled: Settled) -> None:
         """What a step's reports ended."""
         for request in settled.tell:
             self.retries.forget(request)
-        if self._cost is not None:
-            self._cost.loads_ended(settled.ended, settled.well, time.monotonic())
+            self.stories.loaded(request)
+        self.rates.loads_ended(settled.ended, settled.well, time.monotonic())
 
     def sync_failed(self, requests: set[RequestId]) -> None:
         self._unproven.failed(requests)
+        for request in requests:
+            self.stories.lost(request)
 
     def forget(self, request: RequestId) -> None:
         """The request has ended."""
@@ -291,6 +315,35 @@ class LoadPlanner:
         self._planned.pop(request, None)
         self._stalls.taken(request)
         self.retries.forget(request)
+
+    # -- its story ------------------------------------------------------------------------------------------
+
+    def _answers(self, request: RequestId) -> list[Answered] | None:
+        """What each child said, or why it was not to be asked. None: no look-up is open, so nothing begins."""
+        if not self.stories.is_new_pass(request):
+            return None
+        answers = self.lookups.answers(request)
+        return [Answered(child, answers.get(child.index), self._why_not(request, child)) for child in self._children]
+
+    def _why_not(self, request: RequestId, child: SchedulerChild) -> tuple[Why, str] | None:
+        """Why a child is not asked for this request, as `_may_load` decides it."""
+        if self._no_loads:
+            return Why.NOT_ASKED, self._no_loads
+        if not child.config.options.load or child.config.role == "kv_producer":
+            return Why.NOT_ASKED, "it is only saved to"
+        if not child.place.asked:
+            return Why.CHILD_OFF, f"it is {child.place.value}"
+        if not child.up:
+            return Why.CHILD_OFF, f"it is {child.state.value}"
+        if not child.serves(request):
+            return Why.CHILD_OFF, "it was off when the request came"
+        if not self._ledger.may_load(request, child.index):
+            return Why.FAILED, "an earlier load of this request failed there"
+        if child.index in self._passed.get(request, ()):
+            return Why.NOT_ASKED, "it loads at a request's first allocation only"
+        if self._stalls.is_withdrawn(request):
+            return Why.NOT_ASKED, "there was no room for the load beside the running requests"
+        return None
 
 
 def any_range_children(children: Sequence[SchedulerChild], kv_cache_config: Any) -> set[ChildIndex]:

@@ -9,7 +9,7 @@ request asks all children again but those that failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,12 +49,16 @@ class LoadRetries:
     """The searches of one engine. EngineCore's thread only."""
 
     def __init__(
-        self, children: Sequence[SchedulerChild], any_range: Set[ChildIndex], limits_s: Sequence[float]
+        self, children: Iterable[SchedulerChild], any_range: Set[ChildIndex], limits_s: Mapping[ChildIndex, float]
     ) -> None:
-        self._children = [child for child in children if child.index in any_range]
-        self._limits = limits_s
+        """All three may change later."""
+        self._chain, self._any_range, self._limits = children, any_range, limits_s
         self._planned: dict[RequestId, tuple[Part, ...]] = {}
         self._open: dict[RequestId, _Retry] = {}
+
+    @property
+    def _children(self) -> list[SchedulerChild]:
+        return [child for child in self._chain if child.index in self._any_range]
 
     def planned(self, request: RequestId, parts: Sequence[Part]) -> None:
         """An asynchronous load has begun, of these parts."""

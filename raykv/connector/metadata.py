@@ -12,10 +12,40 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from raykv.config import ChildConfig
 from raykv.messages import ChildEvent, ChildIndex, ChildPlan
 from raykv.types import Incarnation, Rank, RequestId, StepId
 
 NO_STEP = StepId(-1)
+
+
+@dataclass(frozen=True)
+class ChainAdd:
+    """Every rank makes this child's worker half, in the background where it can, and reports how that went.
+
+    `life` keeps its engine ids and its hosts apart from those of children before it; its hosts begin with it.
+    """
+
+    index: ChildIndex
+    config: ChildConfig
+    life: Incarnation
+
+
+@dataclass(frozen=True)
+class ChainEnd:
+    """Every rank shuts this child's worker half down, and reports a DOWN of its incarnation when nothing is left."""
+
+    index: ChildIndex
+    incarnations: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True)
+class ChildStart:
+    """How the start of an added child went on a rank. `error`: why it could not be started; then nothing of it is left.
+    `handshake`: an inline child's metadata for its scheduler half; a hosted one's comes from its hosts."""
+
+    error: str = ""
+    handshake: Any = None
 
 
 @dataclass
@@ -24,6 +54,7 @@ class RayMultiMetadata(KVConnectorMetadata):
 
     `sync_failed`: a synchronous load of the step before failed on some rank. `echo`: the asynchronous loads to report
     as failed, with the blocks that have nothing; no blocks where it can't be said, and all of the load is lost.
+    `changes`: of the chain, before anything else of the step; no child has a plan in the step that ends it.
     """
 
     step: StepId
@@ -32,6 +63,7 @@ class RayMultiMetadata(KVConnectorMetadata):
     echo: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     retire: dict[ChildIndex, tuple[Incarnation, ...]] = field(default_factory=dict)
     sync_failed: bool = False
+    changes: tuple[ChainAdd | ChainEnd, ...] = ()
 
 
 @dataclass
@@ -87,6 +119,7 @@ class RayMultiWorkerMeta(KVConnectorWorkerMetadata):
     kv_events: list[EventPart] = field(default_factory=list)
     saved_tokens: dict[ChildIndex, int] = field(default_factory=dict)
     host_pids: dict[tuple[ChildIndex, Rank], int] = field(default_factory=dict)
+    started: dict[tuple[ChildIndex, Rank], ChildStart] = field(default_factory=dict)
 
     def add_output(self, child: ChildIndex, rank: Rank, output: ChildWorkerOutput) -> None:
         """A report of a child's worker half on this rank."""
@@ -105,6 +138,7 @@ class RayMultiWorkerMeta(KVConnectorWorkerMetadata):
         self.events.extend(other.events)
         self.done.update(other.done)
         self.host_pids.update(other.host_pids)
+        self.started.update(other.started)
         self.kv_events.extend(other.kv_events)
         for child, output in other.outputs.items():
             if child in self.outputs:
@@ -114,7 +148,7 @@ class RayMultiWorkerMeta(KVConnectorWorkerMetadata):
         return self
 
     def is_empty(self) -> bool:
-        return not (self.events or self.done or self.outputs or self.kv_events or self.host_pids)
+        return not (self.events or self.done or self.outputs or self.kv_events or self.host_pids or self.started)
 
 
 def dump(obj: Any) -> bytes:

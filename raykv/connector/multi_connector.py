@@ -25,10 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.connector import start_up, vllm_compat
+from raykv.connector import desk_setup, start_up, vllm_compat
+from raykv.connector.chain_door import ChainDoor
+from raykv.connector.desk_link import DeskLink
+from raykv.connector.engine_wake import find_waker
 from raykv.connector.metadata import RayMultiHandshake, RayMultiMetadata
 from raykv.connector.scheduler_half import SchedulerHalf
-from raykv.connector.stats import RayMultiPromMetrics, RayMultiStats
+from raykv.connector.stats import RayMultiStats
+from raykv.connector.stats_prom import RayMultiPromMetrics
 from raykv.connector.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -48,10 +52,15 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._recovery: start_up.Recovery | None = None
+        self._desk: DeskLink | None = None
         if role is KVConnectorRole.SCHEDULER:
             children = start_up.scheduler_children(self._config, vllm_config, kv_cache_config)
             self._scheduler_half = SchedulerHalf(self._config, children, vllm_config, kv_cache_config)
-            self._recovery = start_up.Recovery(self._config, children, vllm_config, kv_cache_config)
+            children_now = self._scheduler_half.children
+            self._recovery = start_up.Recovery(self._config, children_now, vllm_config, kv_cache_config)
+            door = ChainDoor(vllm_config, kv_cache_config, delivers=self.requires_kv_delivery)
+            self._scheduler_half.chain.use(door, self._recovery)
+            self._desk = desk_setup.for_chain(self._config, self._scheduler_half, vllm_config, kv_cache_config)
         else:
             self._worker_half = start_up.worker_half(self._config, vllm_config, kv_cache_config)
 
@@ -95,7 +104,8 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return all(start_up.ask(child, "supports_divergent_local_hybrid_hits") for child in self._scheduler.children)
+        children = self._scheduler.children
+        return bool(children) and all(start_up.ask(c, "supports_divergent_local_hybrid_hits") for c in children)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -110,6 +120,9 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.bind(kv_cache_manager)
         if self._recovery is not None:
             self._recovery.start(kv_cache_manager)
+            self._scheduler.chain.wake_by(find_waker())
+        if self._desk is not None:
+            self._desk.start()
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Done by `bind_kv_cache_manager`, for the children too."""
@@ -205,8 +218,7 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        for child in self._worker.inline:
-            child.connector.set_host_xfer_buffer_ops(copy_operation)
+        self._worker.set_host_xfer_buffer_ops(copy_operation)
 
     def get_handshake_metadata(self) -> RayMultiHandshake | None:
         return start_up.handshake(self._worker)
@@ -270,6 +282,8 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half.take_stats() if self._scheduler_half is not None else None
 
     def shutdown(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
         if self._recovery is not None:
             self._recovery.stop()
         if self._scheduler_half is not None:

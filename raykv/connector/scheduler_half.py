@@ -10,7 +10,8 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
@@ -19,15 +20,19 @@ from vllm.v1.outputs import KVConnectorOutput
 from raykv.config import MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.block_pins import BlockPins
+from raykv.connector.chain_changes import ChainChanges
+from raykv.connector.chain_views import ChainViews
 from raykv.connector.events import EventJoin, tagged
 from raykv.connector.load_planner import LoadPlanner, StepLoads
 from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, dump
+from raykv.connector.roster import Roster
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import RayMultiStats, SchedulerCounters
 from raykv.connector.transfer_params import ChildParams, merge_returned
+from raykv.core.chain import Place
 from raykv.core.idle_pause import IdlePause
 from raykv.core.ledger import Ledger, Settled
-from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind
+from raykv.messages import REMOVED, REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind
 from raykv.types import Rank, RequestId, StepId
 
 if TYPE_CHECKING:
@@ -42,7 +47,7 @@ class SchedulerHalf:
 
     def __init__(self, config: MultiConfig, children: Sequence[SchedulerChild], vllm_config: Any, kv_cache_config: Any):
         num_ranks = vllm_config.parallel_config.world_size
-        self.children = list(children)
+        self.children = Roster(children)
         self._block_size = vllm_config.cache_config.block_size
         self._ledger = Ledger(num_ranks)
         self._pins = BlockPins(vllm_compat.windowed_groups(kv_cache_config))
@@ -51,6 +56,8 @@ class SchedulerHalf:
         self.loads = LoadPlanner(
             config, self.children, vllm_config, kv_cache_config, self._ledger, self._params, self._counters
         )
+        self.views = ChainViews(self.children, self._counters)
+        self.chain = ChainChanges(self, num_ranks, self.views)
         self._idle_pause = IdlePause()
         self._any_hosted_saves = any(child.hosted and child.saves for child in children)
         self._step = StepId(-1)
@@ -59,7 +66,7 @@ class SchedulerHalf:
         self._echo: dict[RequestId, tuple[int, ...]] = {}
         self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
         self._early_events: list[ChildEvent] = []
-        self._event_joins = [EventJoin() for _ in self.children]
+        self._event_joins = {child.index: EventJoin() for child in self.children}
         self._sync_failed = False
 
     # -- set-up ---------------------------------------------------------------------------------------------
@@ -76,6 +83,7 @@ class SchedulerHalf:
         self._accept_rebuilt()
         request_id = RequestId(request.request_id)
         self._requests[request_id] = request
+        self.loads.stories.begin(request)
         self._ledger.request_arrived(request_id)
         self._params.add(request)
         for child in self.children:
@@ -94,6 +102,7 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: SchedulerOutput) -> RayMultiMetadata:
         self._accept_rebuilt()
+        self.chain.before_plans()
         self._step = StepId(self._step + 1)
         awaited = bool(self.loads.lookups) or self._ledger.unsettled_loads > 0
         pause = self._idle_pause.before_step(not output.total_num_scheduled_tokens, awaited, time.monotonic())
@@ -107,6 +116,9 @@ class SchedulerHalf:
             self._load_lost(request)
         loads = self.loads.take_step()
         for child in self.children:
+            if child.place is not Place.UP and not self.chain.has_plan(child, partial(self._owes, child, loads)):
+                child.ended(output.finished_req_ids)
+                continue
             plan = self._plan(child, output, loads)
             if plan is not None:
                 plans[child.index] = plan
@@ -128,13 +140,15 @@ class SchedulerHalf:
         echo, self._echo = self._echo, {}
         incarnations = {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
         sync_failed, self._sync_failed = self._sync_failed, False
-        return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed)
+        changes = self.chain.after_plans()
+        self.views.step_planned(time.monotonic())
+        return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed, changes)
 
     def _plan(self, child: SchedulerChild, output: SchedulerOutput, step: StepLoads) -> ChildPlan | None:
         loads = tuple(step.orders.get(child.index, ()))
         sync = step.sync.get(child.index, ())
         owed = tuple(self._owed.pop(child.index, ()))
-        seen = vllm_compat.filtered_output(output, child.known.__contains__) if child.strangers else output
+        seen = child.view(output)
         child.faulted = False
         with self._params.of_all(child.index):
             meta = child.call("build_connector_meta", lambda c: c.build_connector_meta(seen), None)
@@ -153,6 +167,7 @@ class SchedulerHalf:
             if idle and not self._ledger.is_loading(child.index):
                 return None
             self._counters.planned(child, self._step, vllm_compat.saved_tokens(meta, self._block_size))
+            self.loads.stories.saves(child.name, meta)
         else:
             if owed and child.hosted and child.up:
                 self._owed[child.index] = list(owed)  # no host hears of this step; those of dead ones end with them
@@ -172,7 +187,9 @@ class SchedulerHalf:
     # -- reports --------------------------------------------------------------------------------------------
 
     def _fence(self) -> dict[ChildIndex, StepId]:
-        return {c.index: c.planned for c in self.children if c.hosted}
+        """What must be completed before a block that closes now may have another owner. Of a child that has ended on
+        every rank nothing is left that could touch one, and soon nobody completes a step for it."""
+        return {c.index: c.planned for c in self.children if c.hosted and not c.all_ended}
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta
@@ -184,6 +201,10 @@ class SchedulerHalf:
         for event in events:
             if event.kind is EventKind.DOWN:
                 self.children[event.child].host_died(event.rank, event.incarnation)
+                if event.detail == REMOVED:
+                    self.children[event.child].rank_ended(event.rank)
+        for (index, rank), start in meta.started.items() if meta else ():
+            self.chain.started(index, rank, start)
         garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
         self._sync_failed |= bool(garbage)
         self.loads.sync_failed(garbage)
@@ -218,7 +239,8 @@ class SchedulerHalf:
     ) -> None:
         """Each child hears of its own completions, statistics and metadata only, as if it were alone."""
         for part in meta.kv_events if meta else ():
-            self._event_joins[part.child].add(part)
+            if part.child in self._event_joins:
+                self._event_joins[part.child].add(part)
         for child in self.children:
             mine = meta.outputs.get(child.index) if meta else None
             # An inline child's ranks all report a step in that step.
@@ -237,10 +259,14 @@ class SchedulerHalf:
 
     def _accept_rebuilt(self) -> None:
         for child in self.children:
-            if child.has_offer:
+            if child.may_accept:
+                is_new = child.place is Place.STARTING
                 old = child.accept()
                 assert old is not None
+                self.chain.accepted(child)
                 self.loads.rebuilt(child)
+                if is_new:
+                    continue
                 # Their death was confirmed before the new ones started; its reports may still be on the way.
                 self._early_events += [
                     ChildEvent(EventKind.DOWN, child.index, Rank(rank), incarnation, detail=REPLACED)
@@ -253,6 +279,7 @@ class SchedulerHalf:
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict | None:
         """Returns the merged `kv_transfer_params`. vLLM may always free now: the pins hold what is needed."""
         request_id = RequestId(request.request_id)
+        told = self.loads.stories.finish(request, self.children, self.loads.rates.prefill_rate)
         returned: list[tuple[str, dict | None]] = []
         owed = []
         for child in self.children:
@@ -273,7 +300,8 @@ class SchedulerHalf:
                 owed.append(child)
         for child in owed:
             self._ledger.open_send(request_id, child.index, child.incarnations, time.monotonic())
-            self._owed.setdefault(child.index, []).append(request_id)
+            if child.place.planned:  # else no plan can tell of it, and its end is under way
+                self._owed.setdefault(child.index, []).append(request_id)
             self._early_events += child.deaths()
         self._ledger.request_ended(request_id)
         if owed:
@@ -284,7 +312,7 @@ class SchedulerHalf:
         self._requests.pop(request_id, None)
         self._counters.ended(request_id)
         self._params.end(request)
-        return merge_returned(returned)
+        return merge_returned([*returned, *told])
 
     def finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], offloads: list[tuple[int, int, int]]
@@ -303,6 +331,48 @@ class SchedulerHalf:
             for group, block_id, _ in offloads:
                 self._pins.add(request_id, group, [block_id])
 
+    # -- changes of the chain (`chain_changes.Engine`) --------------------------------------------------------
+
+    def owes(self, child: SchedulerChild) -> bool:
+        """Whether a load, a send or a plan of the child is open; of an inline child also what it says itself."""
+        return self._owes(child, self.loads.step)
+
+    def _owes(self, child: SchedulerChild, step: StepLoads) -> bool:
+        index = child.index
+        if self._ledger.owes(index) or index in self._owed or index in step.orders or index in step.sync:
+            return True
+        return not child.hosted and child.call(
+            "has_pending_push_work", lambda c: c.has_pending_push_work(), True, also_paused=True
+        )
+
+    def keeps_blocks(self, child: SchedulerChild) -> bool:
+        """Whether blocks wait for the child, or one of its sends."""
+        return self._ledger.owes(child.index) or self._pins.waits_for(child.index)
+
+    def requests(self) -> list[RequestId]:
+        """Those that live."""
+        return list(self._requests)
+
+    def chain_changed(self) -> None:
+        """A child came, or is gone."""
+        # Never back to False: a request whose first blocks are pinned must have its later ones pinned, too, since what
+        # another child owes for it at its end is kept by the same pins.
+        self._any_hosted_saves |= any(child.hosted and child.saves for child in self.children)
+        for child in self.children:
+            if child.index not in self._event_joins:
+                self._event_joins[child.index] = EventJoin()
+                self._params.joined(child.index, child.name)
+        self.loads.chain_changed()
+
+    def child_left(self, child: SchedulerChild) -> None:
+        """Nothing of it is left."""
+        self.children.remove(child)
+        self._owed.pop(child.index, None)
+        self._event_joins.pop(child.index, None)
+        self._params.left(child.index)
+        self._counters.left(child)
+        self.chain_changed()
+
     # -- questions of the engine ----------------------------------------------------------------------------
 
     def has_pending_block_frees(self) -> bool:
@@ -320,6 +390,8 @@ class SchedulerHalf:
         """Whether an engine without requests must keep stepping, for RayKV or for a child."""
         if self._pins.closing or self._ledger.unsettled or self._echo or self._early_events or self._owed:
             return True
+        if self.chain.busy:
+            return True
         return any(
             child.has_offer or child.call("has_pending_push_work", lambda c: c.has_pending_push_work(), False)
             for child in self.children
@@ -331,12 +403,16 @@ class SchedulerHalf:
             events = child.call("take_events", lambda c: list(c.take_events()), none)
             yield from (tagged(event, child.name) for event in events)
 
+    def also_tell(self, missed: Mapping[tuple[str, str], int]) -> None:
+        """Tokens that were missed, by child and reason, are in vLLM's statistics too. Another thread counts them."""
+        self._counters.sources, self._counters.missed = self.loads.stories.tokens, missed
+
     def take_stats(self) -> RayMultiStats | None:
         self.loads.step_ended()  # vLLM asks once for each step's output
         for child in self.children:
             stats = child.call("get_kv_connector_stats", lambda c: c.get_kv_connector_stats(), None)
             if stats is not None and not stats.is_empty():
-                self._counters.add_child_stats(child, stats)
+                self._counters.add_child_stats(child.index, stats)
         return self._counters.take(self._ledger, self.loads.lookups)
 
     def reset_cache(self) -> bool:

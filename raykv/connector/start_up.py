@@ -6,7 +6,7 @@ A check raises ConfigError with one paragraph that names the thing, the value an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -44,10 +44,10 @@ def check_json(kv_transfer_config: Any) -> None:
         extra = kv_transfer_config.kv_connector_extra_config
         parse_tiers({key: value for key, value in extra.items() if key != "raykv"})
     else:
-        _parsed(kv_transfer_config)
+        parsed(kv_transfer_config)
 
 
-def _parsed(kv_transfer_config: Any) -> tuple[MultiConfig, dict[ChildIndex, type]]:
+def parsed(kv_transfer_config: Any) -> tuple[MultiConfig, dict[ChildIndex, type]]:
     """The config and its children's classes."""
     config = parse(kv_transfer_config)
     for child in config.children:
@@ -64,8 +64,25 @@ def checked_config(vllm_config: VllmConfig, kv_cache_config: Any) -> MultiConfig
     """The parsed config, after every check that needs no Ray. Raises ConfigError."""
     share_vllms_log()
     vllm_compat.check_version()
-    config, classes = _parsed(vllm_config.kv_transfer_config)
-    required_layout(vllm_config)
+    config, classes = parsed(vllm_config.kv_transfer_config)
+    check_chain(config, classes, vllm_config, kv_cache_config)
+    if vllm_config.parallel_config.world_size > 1:
+        for child in config.children:
+            if known_synchronous(child):
+                logger.warning(
+                    "child %s (%s) puts no rank into its file names: %d workers overwrite each other's files.",
+                    child.name,
+                    child.connector,
+                    vllm_config.parallel_config.world_size,
+                )
+    return config
+
+
+def check_chain(
+    config: MultiConfig, classes: Mapping[ChildIndex, type], vllm_config: VllmConfig, kv_cache_config: Any
+) -> None:
+    """Whether these children, of these classes, can be together in this engine. Raises ConfigError."""
+    _agreed_layout(config.children, vllm_config)
     groups = len(kv_cache_config.kv_cache_groups)
     for child in config.children:
         if groups > 1 and not supports_hma(classes[child.index]):
@@ -85,16 +102,6 @@ def checked_config(vllm_config: VllmConfig, kv_cache_config: Any) -> MultiConfig
             'pin them for a child in an actor. Give each child "raykv": {"run": "inline"}, or start vLLM without '
             "speculative decoding."
         )
-    if vllm_config.parallel_config.world_size > 1:
-        for child in config.children:
-            if known_synchronous(child):
-                logger.warning(
-                    "child %s (%s) puts no rank into its file names: %d workers overwrite each other's files.",
-                    child.name,
-                    child.connector,
-                    vllm_config.parallel_config.world_size,
-                )
-    return config
 
 
 def _check_pd(config: MultiConfig) -> None:
@@ -109,8 +116,12 @@ def _check_pd(config: MultiConfig) -> None:
 
 def required_layout(vllm_config: VllmConfig) -> str | None:
     """The KV cache layout that the children agree on. Raises ConfigError when two want different ones."""
+    return _agreed_layout(parse(vllm_config.kv_transfer_config).children, vllm_config)
+
+
+def _agreed_layout(children: Iterable[ChildConfig], vllm_config: VllmConfig) -> str | None:
     wanted: dict[str, list[str]] = {}
-    for child in parse(vllm_config.kv_transfer_config).children:
+    for child in children:
         cls: Any = vllm_compat.connector_class(child)
         layout = cls.get_required_kvcache_layout(vllm_compat.child_vllm_config(vllm_config, child))
         if layout is not None:
@@ -165,14 +176,24 @@ def engine_id(vllm_config: VllmConfig) -> str:
     return vllm_config.kv_transfer_config.engine_id
 
 
-def _make(child: ChildConfig, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+def _make(
+    child: ChildConfig,
+    vllm_config: VllmConfig,
+    role: KVConnectorRole,
+    kv_cache_config: Any,
+    life: Incarnation | None = None,
+) -> Any:
+    """`life`: of a child that was rebuilt or added; no peer and no store knows the engine by the id it has then."""
     cls: Any = vllm_compat.connector_class(child)
-    return cls(vllm_compat.child_vllm_config(vllm_config, child), role, kv_cache_config)
+    own_id = incarnation_engine_id(child.engine_id or engine_id(vllm_config), life or Incarnation(0))
+    return cls(vllm_compat.child_vllm_config(vllm_config, child, own_id), role, kv_cache_config)
 
 
 def scheduler_children(config: MultiConfig, vllm_config: VllmConfig, kv_cache_config: Any) -> list[SchedulerChild]:
     """The children's scheduler halves. What one raises is passed on with its name: the engine does not start."""
     children: list[SchedulerChild] = []
+    assert vllm_config.kv_transfer_config is not None
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
     for child in config.children:
         try:
             connector = _make(child, vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
@@ -185,29 +206,72 @@ def scheduler_children(config: MultiConfig, vllm_config: VllmConfig, kv_cache_co
             ) from error
         if child.is_tier:
             connector.raykv_is_inner()
-        children.append(SchedulerChild(child, connector, vllm_config.parallel_config.world_size))
+        named = with_name(raw[child.index], str(child.name))
+        children.append(SchedulerChild(child, connector, vllm_config.parallel_config.world_size, named))
     return children
+
+
+def with_name(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A child's JSON with its name in it."""
+    extra = dict(raw.get("kv_connector_extra_config") or {})
+    extra["raykv"] = {**(extra.get("raykv") or {}), "name": name}
+    return {**raw, "kv_connector_extra_config": extra}
 
 
 def worker_half(config: MultiConfig, vllm_config: VllmConfig, kv_cache_config: Any) -> WorkerHalf:
     """The worker half, with the hosts' processes already starting. Raises ClusterError or ConfigError."""
     rank = Rank(vllm_compat.global_rank(vllm_config))
+    maker = WorkerMaker(config, rank, vllm_config, kv_cache_config)
     hosted_configs = [c for c in config.children if c.options.run is RunMode.ACTOR]
-    if hosted_configs:
-        info = cluster.connect(config.ray_address, namespace=config.namespace)
-        logger.info("RayKV joined the Ray cluster at %s (node %s)", info.address, info.node_id[:8])
-        for lacking in cluster.check_head_loss_settings():
-            logger.warning("this engine may not survive the loss of Ray's head: %s is missing", lacking)
-    hosted = [
-        HostedChild(c, rank, vllm_config, kv_cache_config, config.namespace, engine_id(vllm_config))
-        for c in hosted_configs
-    ]
-    inline = [
-        InlineChild(c, rank, _make(c, vllm_config, KVConnectorRole.WORKER, kv_cache_config), c.saves)
-        for c in config.children
-        if c.options.run is RunMode.INLINE
-    ]
-    return WorkerHalf(rank, hosted, inline, vllm_config.parallel_config.world_size)
+    hosted = [maker.hosted(c, Incarnation(0)) for c in hosted_configs]
+    inline = [maker.inline(c, Incarnation(0)) for c in config.children if c.options.run is RunMode.INLINE]
+    return WorkerHalf(rank, hosted, inline, vllm_config.parallel_config.world_size, maker)
+
+
+class WorkerMaker:
+    """Makes the worker halves of children on one rank, at the start and later (`worker_chain.Maker`)."""
+
+    def __init__(self, config: MultiConfig, rank: Rank, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
+        self._config, self._rank = config, rank
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._joined = False
+
+    def hosted(self, config: ChildConfig, life: Incarnation) -> HostedChild:
+        """Its first process is starting when this returns. Raises ClusterError; of an added child, whose `life` is not
+        0, also ConfigError, where the engine's KV cache is laid out otherwise."""
+        namespace = self._config.namespace
+        if not self._joined:
+            info = cluster.connect(self._config.ray_address, namespace=namespace)
+            logger.info("RayKV joined the Ray cluster at %s (node %s)", info.address, info.node_id[:8])
+            for lacking in cluster.check_head_loss_settings():
+                logger.warning("this engine may not survive the loss of Ray's head: %s is missing", lacking)
+            self._joined = True
+        if life:
+            check_layout(config, self._vllm_config)
+        own_id = engine_id(self._vllm_config)
+        return HostedChild(config, self._rank, self._vllm_config, self._kv_cache_config, namespace, own_id, life)
+
+    def inline(self, config: ChildConfig, life: Incarnation) -> InlineChild:
+        """Raises what the child raises."""
+        if life:
+            check_layout(config, self._vllm_config)
+        connector = _make(config, self._vllm_config, KVConnectorRole.WORKER, self._kv_cache_config, life)
+        return InlineChild(config, self._rank, connector, config.saves)
+
+
+def check_layout(config: ChildConfig, vllm_config: VllmConfig) -> None:
+    """Whether the KV cache, once allocated, lies as the child wants it. Raises ConfigError.
+
+    vLLM notes in each worker how it does (`CacheConfig.kv_cache_layout`, 0.32).
+    """
+    cls: Any = vllm_compat.connector_class(config)
+    wanted = cls.get_required_kvcache_layout(vllm_compat.child_vllm_config(vllm_config, config))
+    have = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if wanted is not None and have is not None and wanted != have:
+        raise ConfigError(
+            f"Child {config.name} ({config.connector}) requires the KV cache layout {wanted}, and this engine's is "
+            f"{have}. Start an engine with the child in its config."
+        )
 
 
 def handshake(worker: WorkerHalf) -> RayMultiHandshake | None:
@@ -223,8 +287,9 @@ class Recovery:
     """Passes handshake metadata to the children, at start-up and again after a rebuild."""
 
     def __init__(
-        self, config: MultiConfig, children: list[SchedulerChild], vllm_config: VllmConfig, kv_cache_config: Any
+        self, config: MultiConfig, children: Iterable[SchedulerChild], vllm_config: VllmConfig, kv_cache_config: Any
     ) -> None:
+        """`children` may be another chain each time it is iterated."""
         self._children = children
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -243,6 +308,18 @@ class Recovery:
     def stop(self) -> None:
         self._supervisor.stop()
 
+    def watch(self) -> None:
+        """A child was added: look at its hosts, too."""
+        self._supervisor.start()
+
+    def build(self, child: SchedulerChild, handshakes: Mapping[Rank, Any]) -> Any:
+        """The scheduler half of an inline child that is added, once its worker halves are there. Blocks: a
+        TierConnector waits for its store. Raises whatever the child does."""
+        connector = self._make(child, child.life)
+        if child.config.is_tier:
+            connector.raykv_is_inner()
+        return self._bound(connector, handshakes)
+
     def handshakes_arrived(self, metadata: Mapping[tuple[int, int], RayMultiHandshake]) -> None:
         """Every child gets its own, of every rank that has some."""
         self._keys = {found.rank: key for key, found in metadata.items()}
@@ -258,12 +335,12 @@ class Recovery:
         child.call("set_xfer_handshake_metadata", lambda c: c.set_xfer_handshake_metadata_pp_aware(metadata), None)
 
     def _rebuild(self, child: SchedulerChild, incarnation: Incarnation, handshakes: Mapping[Rank, Any]) -> Any:
-        own_id = child.config.engine_id or engine_id(self._vllm_config)
-        config = vllm_compat.child_vllm_config(
-            self._vllm_config, child.config, incarnation_engine_id(own_id, incarnation)
-        )
-        cls: Any = vllm_compat.connector_class(child.config)
-        connector: KVConnectorBase_V1 = cls(config, KVConnectorRole.SCHEDULER, self._kv_cache_config)
+        return self._bound(self._make(child, incarnation), handshakes)
+
+    def _make(self, child: SchedulerChild, life: Incarnation) -> Any:
+        return _make(child.config, self._vllm_config, KVConnectorRole.SCHEDULER, self._kv_cache_config, life)
+
+    def _bound(self, connector: KVConnectorBase_V1, handshakes: Mapping[Rank, Any]) -> KVConnectorBase_V1:
         try:
             connector.bind_kv_cache_manager(self._manager)
             if handshakes:

@@ -1,4 +1,4 @@
-"""Statistics by child: RayKV's own counters, and each child's own statistics beside them.
+"""Statistics by child: RayKV's own counters (`observe.names`), and each child's own statistics beside them.
 
 They travel from the scheduler half to vLLM's front end as plain data, so the names of the classes go along:
 `{child: {"connector", "module", "counters": {...}, "gauges": {...}, "own": {...} or None}}`.
@@ -6,40 +6,32 @@ They travel from the scheduler half to vLLM's front end as plain data, so the na
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from raykv.config import parse
 from raykv.connector import vllm_compat
 from raykv.connector.scheduler_child import ChildState, SchedulerChild
 from raykv.core.ledger import Drop, Ledger, Settled
 from raykv.core.lookups import LookupBook
-from raykv.messages import REPLACED, ChildEvent, ChildIndex, EventKind
-from raykv.types import RequestId, StepId
+from raykv.messages import REMOVED, REPLACED, ChildEvent, ChildIndex, EventKind
+from raykv.types import Rank, RequestId, StepId
 
-CHILD_LABEL = "raykv_child"
+WHOLE = ""
+"""Where a child's name stands: what is of the engine and not of one child, its counters named by `joined`."""
+TOKENS, MISSED = "prompt_tokens", "missed_tokens"
+BETWEEN = "|"
 
-COUNTERS: Mapping[str, str] = {
-    "tokens_loaded": "Prompt tokens whose KV came from this child.",
-    "tokens_saved": "Prompt tokens whose save to this child was completed, for connectors that say what they save.",
-    "loads": "Asynchronous and synchronous loads from this child that were started.",
-    "load_failures": "Loads from this child that failed and were recomputed, and hooks in which it raised.",
-    "restarts": "Hosts of this child that died or had to be killed.",
-    "lookups_timed_out": "Look-ups that this child did not answer in time.",
-    "reports_dropped": "Completions that were duplicates, late, or never asked for.",
-    "sync_loads_refused": "Synchronous hits not used because the engine could not take their failure.",
-    "hits_left": "Hits not used because computing their tokens takes less time than loading them.",
-}
-GAUGES: Mapping[str, str] = {
-    "up": "1 while this child takes part.",
-    "host_pid": "Process id of rank 0's host; 0 while there is none.",
-}
+
+def joined(name: str, *labels: str) -> str:
+    """A counter of WHOLE_COUNTERS with the values of its labels, as one name."""
+    return BETWEEN.join((name, *(label.replace(BETWEEN, "/") for label in labels)))
 
 
 def _as_stats(connector: str, module: str | None, data: Any) -> KVConnectorStats | None:
@@ -66,6 +58,10 @@ class RayMultiStats(KVConnectorStats):
             counters.update(theirs["counters"])
             mine["counters"] = dict(counters)
             mine["gauges"] = theirs["gauges"]
+            if (mine["connector"], mine["module"]) != (theirs["connector"], theirs["module"]):
+                # Another child came under the name of one that went.
+                mine.update({key: theirs[key] for key in ("connector", "module", "own")})
+                continue
             left = _as_stats(mine["connector"], mine["module"], mine["own"])
             right = _as_stats(theirs["connector"], theirs["module"], theirs["own"])
             mine["own"] = left.aggregate(right) if left is not None and right is not None else left or right
@@ -88,7 +84,7 @@ class RayMultiStats(KVConnectorStats):
         for child, entry in self.data.items():
             for name, value in entry["counters"].items():
                 if value:
-                    reduced[f"{child}.{name}"] = value
+                    reduced[f"{child}.{name}" if child else name.replace(BETWEEN, ".")] = value
             own = _as_stats(entry["connector"], entry["module"], entry["own"])
             if own is not None and not own.is_empty():
                 reduced.update({f"{child}.{name}": value for name, value in own.reduce().items()})
@@ -101,22 +97,36 @@ class RayMultiStats(KVConnectorStats):
 class SchedulerCounters:
     """Counts on the scheduler side, and gathers what the children counted."""
 
-    def __init__(self, children: Sequence[SchedulerChild]) -> None:
+    def __init__(self, children: Iterable[SchedulerChild]) -> None:
+        """`children` may be another chain each time it is iterated."""
         self._children = children
-        self._counters: dict[ChildIndex, Counter[str]] = {c.index: Counter() for c in children}
+        self._gone: list[SchedulerChild] = []
+        self._counters: defaultdict[ChildIndex, Counter[str]] = defaultdict(Counter)
+        self.totals: defaultdict[ChildIndex, Counter[str]] = defaultdict(Counter)
+        """By child: what was counted since the engine started, as of the last `take`."""
+        self.pids: defaultdict[ChildIndex, dict[Rank, int]] = defaultdict(dict)
+        """By child and rank: its host; 0 while there is none."""
         self._own: dict[ChildIndex, KVConnectorStats] = {}
-        self._pids: dict[ChildIndex, int] = {}
         self._loading: dict[RequestId, Counter[ChildIndex]] = {}
         self._sync_loads: dict[RequestId, tuple[ChildIndex, int]] = {}
         self._saving: dict[ChildIndex, list[tuple[StepId, int]]] = {}
         self._seen: Counter[tuple[ChildIndex, str]] = Counter()
         self._last_gauges: dict[ChildIndex, dict[str, int]] = {}
         self._refused: set[ChildIndex] = set()
+        self._began: dict[RequestId, float] = {}
+        self._down: dict[ChildIndex, float] = {}
+        self.sources: Mapping[str, int] = {}
+        """Prompt tokens by source since the start: whose they are sets this to a mapping that he adds to."""
+        self.missed: Mapping[tuple[str, str], int] = {}
+        """The same of tokens that were missed, by child and reason."""
+        self._told: Counter[str] = Counter()
+        self._told_tokens = 0
 
     def chosen(self, request: RequestId, child: SchedulerChild, tokens: int, is_async: bool) -> None:
         """A load was planned. It counts when it is known to have gone well."""
         self._counters[child.index]["loads"] += 1
         if is_async:
+            self._began.setdefault(request, time.monotonic())
             self._loading.setdefault(request, Counter())[child.index] += tokens
         else:
             self._sync_loads[request] = (child.index, tokens)
@@ -149,16 +159,23 @@ class SchedulerCounters:
         """The request's load has failed but for what these children brought."""
         self.kept(request, kept)
         self._loading.pop(request, None)
+        self._began.pop(request, None)
 
     def update(self, meta: Any, events: Sequence[ChildEvent], settled: Settled) -> None:
         for request, child in settled.loaded:
             self.kept(request, [child])
+            if request in self._began:
+                took = time.monotonic() - self._began[request]
+                self._counters[child]["load_ms"] += round(1000 * took)
         for request in settled.tell:
             self._loading.pop(request, None)
+            self._began.pop(request, None)
+        for _, child in settled.sends:
+            self._counters[child]["sends"] += 1
         for event in events:
             if event.kind is EventKind.SYNC_FAILED and event.request is not None:
                 self._sync_loads.pop(event.request, None)
-            elif event.kind is EventKind.DOWN and event.detail != REPLACED:
+            elif event.kind is EventKind.DOWN and event.detail not in (REPLACED, REMOVED):
                 self._counters[event.child]["restarts"] += 1
                 self._saving.pop(event.child, None)
         for each in self._children:
@@ -168,20 +185,26 @@ class SchedulerCounters:
                 self._counters[each.index]["tokens_saved"] += saving.pop(0)[1]
         if meta is not None:
             for (index, rank), pid in meta.host_pids.items():
-                if rank == 0:
-                    self._pids[index] = pid
+                self.pids[index][rank] = pid
             for index, output in meta.outputs.items():
                 if output.stats is not None:
-                    self.add_child_stats(self._children[index], output.stats)
+                    self.add_child_stats(index, output.stats)
 
-    def add_child_stats(self, child: SchedulerChild, stats: KVConnectorStats) -> None:
-        mine = self._own.get(child.index)
-        self._own[child.index] = stats if mine is None else mine.aggregate(stats)
+    def add_child_stats(self, index: ChildIndex, stats: KVConnectorStats) -> None:
+        mine = self._own.get(index)
+        self._own[index] = stats if mine is None else mine.aggregate(stats)
+
+    def left(self, child: SchedulerChild) -> None:
+        """The child is gone: what is counted of it is taken once more."""
+        self._gone.append(child)
+        self._saving.pop(child.index, None)
+        self._refused.discard(child.index)
 
     def take(self, ledger: Ledger, lookups: LookupBook) -> RayMultiStats | None:
         """What has changed since the last call; None if nothing."""
         data: dict[str, Any] = {}
-        for child in self._children:
+        gone, self._gone = self._gone, []
+        for child in [*gone, *self._children]:
             counters = self._counters[child.index]
             totals = {
                 "load_failures": ledger.failures[child.index],
@@ -195,10 +218,13 @@ class SchedulerCounters:
                 if delta:
                     counters[name] += delta
                     self._seen[(child.index, name)] = total
-            up = child.state is ChildState.UP
-            gauges = {"up": int(up), "host_pid": self._pids.get(child.index, 0) if up else 0}
+            up = child.state is ChildState.UP and child.place.asked
+            self._count_recovery(child, up)
+            pid = self.pids[child.index].get(Rank(0), 0) if up else 0
+            gauges = {"up": int(up), "host_pid": pid, "incarnation": max(child.incarnations)}
             own = self._own.pop(child.index, None)
             if counters or own is not None or gauges != self._last_gauges.get(child.index):
+                self.totals[child.index] += counters
                 data[child.name] = {
                     "connector": child.config.connector,
                     "module": child.config.module_path,
@@ -208,61 +234,30 @@ class SchedulerCounters:
                 }
                 self._counters[child.index] = Counter()
                 self._last_gauges[child.index] = gauges
+        whole = self._take_whole()
+        if whole:
+            data[WHOLE] = {"connector": "", "module": None, "counters": whole, "gauges": {}, "own": None}
         return RayMultiStats(data=data) if data else None
 
+    def _count_recovery(self, child: SchedulerChild, up: bool) -> None:
+        """How long a child was down, as seen from one `take` to the next."""
+        if up:
+            began = self._down.pop(child.index, None)
+            if began is not None:
+                self._counters[child.index]["recoveries"] += 1
+                self._counters[child.index]["down_ms"] += round(1000 * (time.monotonic() - began))
+        elif child.state is not ChildState.UP:  # else an operator has it wait
+            self._down.setdefault(child.index, time.monotonic())
 
-class RayMultiPromMetrics(KVConnectorPromMetrics):
-    """RayKV's metrics and the children's own, each with the child's name as a label."""
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        config = parse(vllm_config.kv_transfer_config)
-        labels = [*labelnames, CHILD_LABEL]
-        shared = {kind: _once(cls) for kind, cls in metric_types.items()}
-        self._children: dict[str, KVConnectorPromMetrics] = {}
-        self._values = {engine: list(values) for engine, values in per_engine_labelvalues.items()}
-        self._counters = {
-            name: self._counter_cls(f"vllm:raykv_{name}", documentation=text, labelnames=labels)
-            for name, text in COUNTERS.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(f"vllm:raykv_child_{name}", documentation=text, labelnames=labels)
-            for name, text in GAUGES.items()
-        }
-        for child in config.children:
-            values = {engine: [*own, str(child.name)] for engine, own in per_engine_labelvalues.items()}
-            cls: Any = vllm_compat.connector_class(child)
-            metrics = cls.build_prom_metrics(vllm_compat.child_vllm_config(vllm_config, child), shared, labels, values)
-            if metrics is not None:
-                self._children[str(child.name)] = metrics
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for child, entry in transfer_stats_data.items():
-            labels = [*self._values[engine_idx], child]
-            for name, value in entry["counters"].items():
-                if name in self._counters:
-                    self._counters[name].labels(*labels).inc(value)
-            for name, value in entry["gauges"].items():
-                if name in self._gauges:
-                    self._gauges[name].labels(*labels).set(value)
-            own = entry.get("own")
-            if own is not None and child in self._children:
-                self._children[child].observe(own.to_dict() if isinstance(own, KVConnectorStats) else own, engine_idx)
-
-
-def _once(cls: type) -> Any:
-    """A metric class that gives the same metric for the same name: two children of one class share it."""
-    made: dict[str, Any] = {}
-
-    def make(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name not in made:
-            made[name] = cls(name, *args, **kwargs)
-        return made[name]
-
-    return make
+    def _take_whole(self) -> dict[str, int]:
+        """What of the engine has grown since the last call. Looked at when a request has ended; what was missed may
+        be known a little later, and is told with the next one."""
+        tokens = sum(self.sources.values())
+        if tokens == self._told_tokens:
+            return {}
+        self._told_tokens = tokens
+        totals = {joined(TOKENS, source): count for source, count in list(self.sources.items())}
+        totals |= {joined(MISSED, *at): count for at, count in list(self.missed.items())}
+        grown = {name: count - self._told[name] for name, count in totals.items() if count > self._told[name]}
+        self._told.update(grown)
+        return grown

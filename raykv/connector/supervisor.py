@@ -12,11 +12,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from raykv.connector.metadata import load
 from raykv.connector.scheduler_child import ChildState, SchedulerChild
+from raykv.core.chain import Place
 from raykv.errors import HostTimeout
 from raykv.messages import HostStatus
 from raykv.types import Incarnation, Rank
@@ -47,10 +48,11 @@ Rebuild = Callable[[SchedulerChild, Incarnation, Mapping[Rank, Any]], Any]
 
 
 class Supervisor:
-    """One thread per engine, for all its hosted children."""
+    """One thread per engine, for all its hosted children, also those that are added later."""
 
-    def __init__(self, children: Sequence[SchedulerChild], num_ranks: int, watch: HostWatch, rebuild: Rebuild) -> None:
-        self._children = [child for child in children if child.hosted]
+    def __init__(self, children: Iterable[SchedulerChild], num_ranks: int, watch: HostWatch, rebuild: Rebuild) -> None:
+        """`children` may be another chain each time it is iterated (`roster.Roster`)."""
+        self._children = children
         self._ranks = [Rank(r) for r in range(num_ranks)]
         self._watch = watch
         self._rebuild = rebuild
@@ -61,7 +63,8 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="raykv-supervisor", daemon=True)
 
     def start(self) -> None:
-        if self._children:
+        """Look from now on, if there is a hosted child. Once there is one, call it again."""
+        if self._thread.ident is None and any(child.hosted for child in self._children):
             self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
@@ -73,7 +76,7 @@ class Supervisor:
         while not self._stop.wait(LOOK_EVERY_S):
             try:
                 self._watch.connect()
-                for child in self._children:
+                for child in [one for one in self._children if one.hosted]:
                     with contextlib.suppress(HostTimeout):  # slow or hung: its link judges, look again later
                         self.look(child, time.monotonic())
                 self._complained = False
@@ -88,7 +91,7 @@ class Supervisor:
 
     def look(self, child: SchedulerChild, now: float) -> None:
         """One look at one child; the thread's step, public for tests."""
-        if child.has_offer:
+        if child.has_offer or not child.place.stays:
             return
         living = child.state is ChildState.UP
         if living and now - self._looked.get(child.index, 0.0) < LOOK_AT_LIVING_EVERY_S:
@@ -132,6 +135,9 @@ class Supervisor:
         try:
             connector = self._rebuild(child, target, handshakes)
         except Exception as error:
+            if child.place is Place.STARTING:
+                child.start_error = f"{type(error).__name__}: {error}"
+                return
             self._not_before[child.index] = now + REBUILD_PAUSE_S
             logger.warning("child %s: its scheduler half could not be rebuilt yet: %s", child.name, error)
             return

@@ -7,6 +7,7 @@ Or as a child of RayKV's MultiConnector, where it stays in vLLM's processes: the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -23,10 +25,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.connector import tier_setup, vllm_compat
-from raykv.connector.tier_metadata import TierMetadata, TierWorkerMeta
-from raykv.connector.tier_scheduler import TierScheduler
+from raykv.connector.desk_link import DeskLink
+from raykv.connector.engine_view import TierFacts
+from raykv.connector.request_stories import TierPart
+from raykv.connector.tier_metadata import TierHandshake, TierMetadata, TierWorkerMeta
 from raykv.connector.tier_stats import TierPromMetrics, TierStats
+from raykv.connector.tier_told import ToldTierScheduler
 from raykv.connector.tier_worker import TierWorker
+from raykv.types import RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -40,7 +46,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler_half: TierScheduler | None = None
+        self._scheduler_half: ToldTierScheduler | None = None
+        self._desk: DeskLink | None = None
         self._worker_half: TierWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = tier_setup.scheduler_half(vllm_config, kv_cache_config)
@@ -48,7 +55,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half = tier_setup.worker_half(vllm_config, kv_cache_config)
 
     @property
-    def _scheduler(self) -> TierScheduler:
+    def _scheduler(self) -> ToldTierScheduler:
         assert self._scheduler_half is not None, "a hook of the scheduler half was called in a worker"
         return self._scheduler_half
 
@@ -82,6 +89,26 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
+        if self._scheduler.tells:
+            self._desk = tier_setup.desk(self._scheduler, self._vllm_config, self._kv_cache_config)
+            self._desk.start()
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.ranks_joined(one for one in metadata.values() if isinstance(one, TierHandshake))
+
+    def raykv_part(self, request: RequestId) -> TierPart:
+        """For the request's story, asked by RayKV's MultiConnector."""
+        return self._scheduler.part(request)
+
+    def raykv_facts(self) -> TierFacts:
+        """For the engine's desk, from another thread."""
+        return self._scheduler.facts()
+
+    def raykv_key_salt(self, lora: bool) -> bytes:
+        """The salt of the store's keys, of requests with an adapter or without, from another thread."""
+        return self._scheduler.key_salt(lora)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -119,7 +146,13 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         return self._scheduler.reset_cache()
 
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events()
+
     # -- worker half -----------------------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> TierHandshake | None:
+        return self._worker.handshake
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         return self._worker.pool_context()
@@ -178,6 +211,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half.take_stats() if self._scheduler_half is not None else None
 
     def shutdown(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
         if self._scheduler_half is not None:
             self._scheduler_half.shutdown()
         if self._worker_half is not None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raykv.admin_messages import NO_TENANT, tenant_tag
+from raykv.engine_messages import Why
 from raykv.store_messages import HASH_NBYTES, Medium
 from raykv.types import RequestId
 
@@ -32,6 +34,12 @@ class Known:
     taken: bool = False
     preemptions: int = 0
     media: tuple[Medium, ...] = ()
+    why: Why | None = None
+    """Why its last look-up was a miss, if not because nothing was found."""
+    given: int = 0
+    """Blocks of it that were given to the store."""
+    tenant: bytes = NO_TENANT
+    """Whose blocks these are."""
 
 
 class KnownRequests:
@@ -45,6 +53,7 @@ class KnownRequests:
 
     def add(self, request: Request) -> Known:
         known = Known(request, self._adapter_salt if request.lora_request else b"")
+        known.tenant = tenant_tag(request.cache_salt or "")
         self._known[RequestId(request.request_id)] = known
         return known
 
@@ -59,9 +68,13 @@ class KnownRequests:
         self.salt = os.urandom(SALT_NBYTES)
         self._known.clear()
 
+    def salt_of(self, known: Known | None) -> bytes:
+        """What is between vLLM's hashes and the keys of these blocks; of an adapter's request if there is none."""
+        return self.salt + (self._adapter_salt if known is None else known.salt)
+
     def keys(self, known: Known, places: Iterable[int]) -> list[bytes]:
         """What the store knows these blocks of a request by: vLLM's hashes, HASH_NBYTES each."""
-        salt = self.salt + known.salt
+        salt = self.salt_of(known)
         return [block_key(known.request.block_hashes[i], salt) for i in places]
 
     def is_private(self, known: Known) -> bool:

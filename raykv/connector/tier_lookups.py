@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from raykv.engine_messages import Why
 from raykv.store_messages import HandOver, LookedUp, LookUp, Settle
 from raykv.types import LeaseId, RequestId
 
@@ -57,6 +58,7 @@ class _Asked:
     answer: LookedUp | None = None
     answered_at: float = 0.0
     missed: bool = False
+    why: Why | None = None
 
 
 class TierLookUps:
@@ -70,13 +72,15 @@ class TierLookUps:
         self._request_of: dict[RequestId, RequestId] = {}  # by the question's name
         self._numbers = itertools.count()
         self.asks = self.misses = self.timed_out = 0
+        self.waited_s = 0.0
+        """From the questions to their answers, added up."""
 
     def ask(self, request: RequestId, hashes: bytes, now: float, hand_over: HandOver | None = None) -> None:
         """Ask for the prefix with these block hashes; an earlier question of the request is dropped. The answer may
         wait for what `hand_over` announces."""
         self.drop(request)
         name = RequestId(f"{request}#{next(self._numbers)}")
-        self._asked[request] = _Asked(name, now, hand_over)
+        self._asked[request] = _Asked(name, now, hand_over, why=None if self._asker.store else Why.CHILD_OFF)
         self._request_of[name] = request
         self.asks += 1
         self._asker.ask(LookUp(name, hashes, hand_over))
@@ -92,6 +96,7 @@ class TierLookUps:
                     late.append(answer.lease)
                 continue
             asked.answer, asked.answered_at = answer, now
+            self.waited_s += now - asked.asked_at
             if not answer.num_blocks:
                 asked.missed = True
                 self.misses += 1
@@ -107,7 +112,7 @@ class TierLookUps:
         if asked.answer is None:
             if now - asked.asked_at < self._timeout_s:
                 return Outcome.PENDING, 0
-            asked.missed = True
+            asked.missed, asked.why = True, Why.TIMED_OUT
             self.timed_out += 1
             return Outcome.MISS, 0
         if now - asked.answered_at > self._keep_s:
@@ -136,6 +141,11 @@ class TierLookUps:
                 self._asker.forget(asked.name)
         elif asked.answer.lease is not None:
             self._asker.release([asked.answer.lease])
+
+    def why_missed(self, request: RequestId) -> Why | None:
+        """Why it is a miss, if not because nothing was found."""
+        asked = self._asked.get(request)
+        return asked.why if asked is not None and asked.missed else None
 
     def waits_for(self, request: RequestId) -> int:
         """How many leading blocks must be there before its answer comes; 0 if it has come, or waits for none."""

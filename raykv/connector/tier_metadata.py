@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from raykv.store_messages import JobDone, LoadJob, SaveJob
 from raykv.types import JobId, Rank, RequestId, StoreLife
@@ -17,6 +21,15 @@ class TierLoad:
     request: RequestId
     life: StoreLife
     job: LoadJob
+
+
+@dataclass
+class TierHandshake(KVConnectorHandshakeMetadata):
+    """A rank to the scheduler half, once it has joined the store: its fingerprint there, in hexadecimal."""
+
+    rank: Rank
+    fingerprint: str
+    writes: bool
 
 
 @dataclass

@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.connector import tier_hints
+from raykv.connector.events import TierEvents
 from raykv.connector.tier_jobs import Ended, TierJobs
 from raykv.connector.tier_known import Known, KnownRequests
 from raykv.connector.tier_lookups import Asker, Outcome, TierLookUps
@@ -67,6 +68,7 @@ class TierScheduler:
         saves: bool = True,
         lookup_timeout_s: float = 1.0,
         lease_s: float = 60.0,
+        events: TierEvents | None = None,
     ) -> None:
         self._asker, self._groups, self._block_size = asker, tuple(groups), block_size
         self._may_load = loads
@@ -81,6 +83,9 @@ class TierScheduler:
         self._loads: dict[JobId, _Load] = {}
         self._counters: Counter[str] = Counter()
         self._saves = TierSaves(self._jobs, self._known, groups, block_size, self._counters) if saves else None
+        self._events = events
+        if self._saves is not None:
+            self._saves.events = events
         self._pool: Any = None
 
     def is_inner(self) -> None:
@@ -126,6 +131,7 @@ class TierScheduler:
             known.taken, known.preemptions = False, request.num_preemptions
             self._ask(request_id, known)  # its blocks are gone, and what was saved meanwhile can come back
         outcome, held = self._look_ups.poll(request_id, time.monotonic())
+        known.why = self._look_ups.why_missed(request_id)
         if outcome is Outcome.STALE and self._ask(request_id, known):
             return None, False
         if outcome is Outcome.PENDING:
@@ -225,7 +231,7 @@ class TierScheduler:
                 releases.append(self._load_ended(ended))
             else:
                 assert self._saves is not None
-                self._saves.ended(ended)
+                self._saves.ended(ended, self._asker.store)
                 (commits if ended.ok else aborts).append(ended.job)
         if commits or aborts or releases:
             self._asker.settle(Settle(tuple(commits), tuple(aborts), tuple(releases)))
@@ -233,6 +239,7 @@ class TierScheduler:
 
     def _load_ended(self, ended: Ended) -> LeaseId:
         load = self._loads.pop(ended.job)
+        self._counters["load_ms"] += round(1000 * max((report.seconds for report in ended.reports), default=0.0))
         if ended.ok:
             for medium in load.media:
                 self._counters[loaded(medium)] += self._block_size
@@ -284,10 +291,18 @@ class TierScheduler:
         self._counters.clear()
         look_ups = self._look_ups
         counters += Counter(
-            look_ups=look_ups.asks, look_ups_missed=look_ups.misses, look_ups_timed_out=look_ups.timed_out
+            look_ups=look_ups.asks,
+            look_ups_missed=look_ups.misses,
+            look_ups_timed_out=look_ups.timed_out,
+            look_up_ms=round(1000 * look_ups.waited_s),
         )
         look_ups.asks = look_ups.misses = look_ups.timed_out = 0
+        look_ups.waited_s = 0.0
         return TierStats(data=dict(counters)) if counters else None
+
+    def take_events(self) -> list[Any]:
+        """vLLM's KV events of what was saved since the last call; empty where vLLM publishes none."""
+        return self._events.take() if self._events is not None else []
 
     def shutdown(self) -> None:
         self._asker.close()

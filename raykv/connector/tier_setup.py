@@ -19,11 +19,15 @@ from vllm.v1.kv_cache_interface import (
 from raykv.actors import cluster, store_handle
 from raykv.actors.store_link import StoreAsker, StoreCaller, StoreWorkerLink
 from raykv.config.tiers import TierOptions, parse_tiers
-from raykv.connector import fingerprint, start_up, vllm_compat
-from raykv.connector.tier_scheduler import TierScheduler
+from raykv.connector import desk_setup, fingerprint, start_up, vllm_compat
+from raykv.connector.desk_link import DeskLink
+from raykv.connector.events import TierEvents
+from raykv.connector.request_stories import RequestStories
+from raykv.connector.tier_told import ToldTierScheduler
 from raykv.connector.tier_worker import TierWorker, WorkerFacts
 from raykv.errors import ConfigError
-from raykv.store_messages import GroupLayout, RankAttach
+from raykv.event_messages import EVENT_MEDIA
+from raykv.store_messages import GroupLayout, Medium, RankAttach
 from raykv.types import EngineId, Rank
 
 logger = logging.getLogger("raykv")
@@ -110,14 +114,14 @@ def replicas(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
 # -- the halves ---------------------------------------------------------------------------------------------
 
 
-def scheduler_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierScheduler:
+def scheduler_half(vllm_config: VllmConfig, kv_cache_config: Any) -> ToldTierScheduler:
     """The scheduler half; its link finds the store by itself, in the background."""
     options, groups = checked_options(vllm_config, kv_cache_config)
     transfer = vllm_config.kv_transfer_config
     no_loads = vllm_compat.why_no_loads(vllm_config)
     if no_loads:
         logger.warning("this engine saves to its tiers and loads nothing from them: %s", no_loads)
-    return TierScheduler(
+    return ToldTierScheduler(
         new_asker(options, EngineId(start_up.engine_id(vllm_config))),
         groups,
         vllm_config.cache_config.block_size,
@@ -126,7 +130,25 @@ def scheduler_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierSchedul
         saves=transfer.kv_role != "kv_consumer",
         lookup_timeout_s=options.lookup_timeout_s,
         lease_s=options.store.lease_s,
+        events=kv_events(vllm_config, options),
+        stories=RequestStories(vllm_config),
     )
+
+
+def desk(half: ToldTierScheduler, vllm_config: Any, kv_cache_config: Any) -> DeskLink:
+    """The desk of an engine whose only connector this is, to be started."""
+    options = parse_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    return desk_setup.for_tier(options, half, vllm_config, kv_cache_config)
+
+
+def kv_events(vllm_config: VllmConfig, options: TierOptions) -> TierEvents | None:
+    """Where saves are told of, if this engine publishes KV events. They go to the first tier that is the node's own."""
+    wanted = vllm_config.kv_events_config
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None
+    media = [tier.medium for tier in options.store.tiers]
+    first = next((medium for medium in media if medium is not Medium.FS), media[0])
+    return TierEvents(vllm_config.cache_config.block_size, EVENT_MEDIA[first])
 
 
 def worker_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierWorker:
@@ -141,13 +163,18 @@ def worker_half(vllm_config: VllmConfig, kv_cache_config: Any) -> TierWorker:
         num_blocks=kv_cache_config.num_blocks,
         groups=groups,
         writes=place.writes,
+        model=str(vllm_config.model_config.model),
     )
+
+    texts: list[str] = []
 
     def identify(kv_caches: Mapping[str, Any]) -> bytes:
         weights = fingerprint.weights_identity(vllm_config, options.model_identity)
-        return fingerprint.digest(fingerprint.facts(vllm_config, groups, kv_caches, facts.num_blocks, place, weights))
+        found = fingerprint.facts(vllm_config, groups, kv_caches, facts.num_blocks, place, weights)
+        texts.append(fingerprint.canonical(found))
+        return fingerprint.digest(found)
 
-    return TierWorker(facts, identify, lambda attach: new_link(options, attach))
+    return TierWorker(facts, identify, lambda attach: new_link(options, attach), lambda: texts[-1])
 
 
 # -- the store ----------------------------------------------------------------------------------------------

@@ -7,27 +7,16 @@ medium they came from as a label.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from raykv.observe.names import TIER_COUNTERS, TIER_TIMES, seconds_name
 from raykv.store_messages import Medium
 
 MEDIUM_LABEL = "medium"
 LOADED = "tokens_loaded"
-
-COUNTERS: Mapping[str, str] = {
-    "tokens_saved": "Tokens whose KV the store of this node took.",
-    "blocks_skipped": "Blocks that found no room in the store, on all ranks.",
-    "look_ups": "Questions for a request's prefix.",
-    "look_ups_missed": "Look-ups that found nothing.",
-    "look_ups_timed_out": "Look-ups that were not answered in time; they count as misses.",
-    "loads": "Loads that were started.",
-    "loads_failed": "Loads that failed; their requests were recomputed.",
-    "saves_failed": "Steps whose save failed or was dropped on some rank.",
-}
 
 
 def loaded(medium: Medium) -> str:
@@ -70,7 +59,13 @@ class TierPromMetrics(KVConnectorPromMetrics):
         self._values = {engine: list(values) for engine, values in per_engine_labelvalues.items()}
         self._counters = {
             name: self._counter_cls(f"vllm:raykv_tier_{name}", documentation=text, labelnames=list(labelnames))
-            for name, text in COUNTERS.items()
+            for name, text in TIER_COUNTERS.items()
+        }
+        self._times = {
+            name: self._counter_cls(
+                f"vllm:raykv_tier_{seconds_name(name)}", documentation=text, labelnames=list(labelnames)
+            )
+            for name, text in TIER_TIMES.items()
         }
         self._loaded = self._counter_cls(
             f"vllm:raykv_tier_{LOADED}",
@@ -83,6 +78,9 @@ class TierPromMetrics(KVConnectorPromMetrics):
         for name, counter in self._counters.items():
             if transfer_stats_data.get(name):
                 counter.labels(*values).inc(transfer_stats_data[name])
+        for name, counter in self._times.items():
+            if transfer_stats_data.get(name):
+                counter.labels(*values).inc(transfer_stats_data[name] / 1000)
         for medium in Medium:
             if transfer_stats_data.get(loaded(medium)):
                 self._loaded.labels(*values, str(medium)).inc(transfer_stats_data[loaded(medium)])

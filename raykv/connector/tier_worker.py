@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from raykv.actors.processes import start_time
-from raykv.connector.tier_metadata import TierLoad, TierMetadata, TierWorkerMeta
+from raykv.connector.tier_metadata import TierHandshake, TierLoad, TierMetadata, TierWorkerMeta
 from raykv.connector.worker_setup import KVCacheExport
 from raykv.errors import StoreError
 from raykv.store_messages import Attached, GroupLayout, JobDone, LoadJob, RankAttach, SaveJob
@@ -54,6 +54,7 @@ class WorkerFacts:
     num_blocks: int
     groups: tuple[GroupLayout, ...]
     writes: bool = True
+    model: str = ""
 
 
 class TierWorker:
@@ -64,10 +65,12 @@ class TierWorker:
         facts: WorkerFacts,
         fingerprint: Callable[[Mapping[str, Any]], bytes],
         open_link: Callable[[RankAttach], Link],
+        explain: Callable[[], str] = str,
     ) -> None:
-        """`fingerprint` takes the KV caches; `open_link` makes the link that attaches with a record."""
+        """`fingerprint` takes the KV caches; `open_link` makes the link that attaches with a record. `explain` says
+        what is behind the fingerprint, once there is one."""
         self._facts = facts
-        self._fingerprint, self._open_link = fingerprint, open_link
+        self._fingerprint, self._open_link, self._explain = fingerprint, open_link, explain
         self._export: KVCacheExport | None = None
         self._link: Link | None = None
         self._loads: tuple[TierLoad, ...] = ()
@@ -77,6 +80,8 @@ class TierWorker:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._done: list[JobDone] = []
+        self.handshake: TierHandshake | None = None
+        """Set when the store has taken this rank in."""
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
@@ -106,9 +111,12 @@ class TierWorker:
             groups=facts.groups,
             caches=self._export.handles,
             writes=facts.writes,
+            facts=self._explain(),
+            model=facts.model,
         )
         self._link = self._open_link(attach)
         attached = self._link.start(START_TIMEOUT_S)
+        self.handshake = TierHandshake(facts.rank, fingerprint.hex(), facts.writes)
         logger.info(
             "rank %d joined the store of this node (pid %d), KV identity %s",
             facts.rank,

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from raykv.connector import vllm_compat
+from raykv.connector.request_stories import without_own
 from raykv.messages import ChildIndex
 from raykv.types import RequestId
 
@@ -28,10 +29,18 @@ class ChildParams:
     """The parameters of the living requests that have any."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+        self._names = dict(enumerate(names))
         self._requests: dict[RequestId, Any] = {}
-        self._params: dict[RequestId, list[dict[str, Any]]] = {}
+        self._params: dict[RequestId, dict[ChildIndex, dict[str, Any] | None]] = {}
         self._ended: list[RequestId] = []
+
+    def joined(self, child: ChildIndex, name: str) -> None:
+        """A child was added: requests that arrive from here on have a copy for it."""
+        self._names[child] = name
+
+    def left(self, child: ChildIndex) -> None:
+        """The child is gone."""
+        self._names.pop(child, None)
 
     def add(self, request: Any) -> None:
         """A request arrived: make each child its copy."""
@@ -39,19 +48,20 @@ class ChildParams:
         if params is None:
             return
         request_id = RequestId(request.request_id)
-        shared = {key: value for key, value in params.items() if key != OWN_KEY}
+        shared = {key: value for key, value in without_own(params).items() if key != OWN_KEY}
         own = params.get(OWN_KEY) or {}
-        copies = []
-        for name in self._names:
+        copies: dict[ChildIndex, dict[str, Any] | None] = {}
+        for child, name in self._names.items():
             mine = own.get(name) if isinstance(own, dict) else None
-            copies.append(copy.deepcopy(shared) | copy.deepcopy(mine if isinstance(mine, dict) else {}))
+            found = copy.deepcopy(shared) | copy.deepcopy(mine if isinstance(mine, dict) else {})
+            copies[child] = found if found or not params else None  # None: there is nothing for any child
         self._requests[request_id] = request
         self._params[request_id] = copies
 
     def of(self, child: ChildIndex, request: Any) -> AbstractContextManager[None]:
         """While a child is called about this request."""
-        params = self._params.get(request.request_id)
-        return _NOTHING if params is None else vllm_compat.params_of(request, params[child])
+        params = self._params.get(request.request_id, {})
+        return vllm_compat.params_of(request, params[child]) if child in params else _NOTHING
 
     def of_all(self, child: ChildIndex) -> AbstractContextManager[Any]:
         """While a child is called about any of its requests."""
@@ -59,7 +69,8 @@ class ChildParams:
             return _NOTHING
         stack = contextlib.ExitStack()
         for request_id, request in self._requests.items():
-            stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
+            if child in self._params[request_id]:  # else the child is younger, and not called about this one
+                stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
         return stack
 
     def end(self, request: Any) -> None:

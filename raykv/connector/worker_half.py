@@ -16,9 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from raykv.actors.child_link import ChildLink
 from raykv.connector.inline_child import InlineChild
-from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, load
+from raykv.connector.metadata import ChainAdd, RayMultiMetadata, RayMultiWorkerMeta, load
+from raykv.connector.worker_chain import Caches, Joined, Maker, WorkerChain
 from raykv.connector.worker_setup import HostedChild, KVCacheExport
-from raykv.errors import ConfigError
+from raykv.errors import ConfigError, KVCacheExportError
 from raykv.messages import ChildEvent, ChildIndex, ChildPlan, EventKind, Phase, StepRecord
 from raykv.types import Incarnation, Rank, RequestId
 
@@ -39,9 +40,17 @@ class WorkerHalf:
     """The worker half of one engine's MultiConnector on one rank. The worker's thread."""
 
     def __init__(
-        self, rank: Rank, hosted: Sequence[HostedChild], inline: Sequence[InlineChild], num_ranks: int = 1
+        self,
+        rank: Rank,
+        hosted: Sequence[HostedChild],
+        inline: Sequence[InlineChild],
+        num_ranks: int = 1,
+        maker: Maker | None = None,
     ) -> None:
+        """`maker`: makes the children that are added later."""
         self.rank = rank
+        self._chain = WorkerChain(rank, maker)
+        self._caches = Caches({}, None)
         self._num_ranks = num_ranks
         self._hosted = {child.index: child for child in hosted}
         self._links: dict[ChildIndex, ChildLink] = {}
@@ -57,9 +66,19 @@ class WorkerHalf:
     # -- set-up ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Share the memory, then register it with every child. Raises when a child can't start."""
-        if self._hosted:
+        """Share the memory, then register it with every child. Raises when a child can't start.
+
+        It is shared at once, whatever the children are: one that is added later may live in another process, and
+        memory can't be moved while the engine runs.
+        """
+        why = ""
+        try:
             self._export = KVCacheExport(kv_caches)
+        except (KVCacheExportError, OSError, RuntimeError) as error:
+            if self._hosted:
+                raise
+            why = str(error)
+        self._caches = replace(self._caches, tensors=kv_caches, export=self._export, why=why)
         for child in self.inline:
             child.connector.register_kv_caches(dict(kv_caches))
         for hosted in self._hosted.values():
@@ -87,9 +106,49 @@ class WorkerHalf:
                 f"The children {', '.join(name for name, _ in found)} each want a memory pool of their own for the "
                 "KV cache, which is allocated once. Configure a pool for at most one of them."
             )
-        if found:
-            return found[0][1]
-        return KVCacheExport.pool_context() if self._hosted else None
+        return found[0][1] if found else KVCacheExport.pool_context()
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        self._caches = replace(self._caches, copy_blocks=copy_operation)
+        for child in self.inline:
+            child.connector.set_host_xfer_buffer_ops(copy_operation)
+
+    # -- changes of the chain -------------------------------------------------------------------------------
+
+    def _change(self, meta: RayMultiMetadata) -> None:
+        for change in meta.changes:
+            if isinstance(change, ChainAdd):
+                self._chain.add(change, self._caches)
+            else:
+                self._chain.end(change, self._leave(change.index))
+        for found in self._chain.take():
+            if isinstance(found, Joined):
+                self._join(found)
+            elif isinstance(found, ChildEvent):
+                self._report.events.append(found)
+            else:
+                self._report.started[(found[0], self.rank)] = found[1]
+
+    def _join(self, child: Joined) -> None:
+        if child.hosted is not None and child.link is not None:
+            self._hosted[child.index], self._links[child.index] = child.hosted, child.link
+        elif child.inline is not None:
+            self._inline[child.index] = child.inline
+            self.inline = [*self.inline, child.inline]
+
+    def _leave(self, index: ChildIndex) -> Joined | None:
+        """It takes no part from here on; what it has reported before goes out with this step's report."""
+        hosted, link, inline = (
+            self._hosted.pop(index, None),
+            self._links.pop(index, None),
+            self._inline.pop(index, None),
+        )
+        if link is not None:
+            self._drain(index, link)
+            self._pids.pop(index, None)
+        if inline is not None:
+            self.inline = [child for child in self.inline if child is not inline]
+        return Joined(index, hosted, link, inline) if hosted is not None or inline is not None else None
 
     # -- hooks of a step, in the order in which vLLM calls them -----------------------------------------------
 
@@ -101,6 +160,8 @@ class WorkerHalf:
 
     def bind(self, meta: RayMultiMetadata) -> None:
         self._submit(meta.sync_failed)
+        if meta.changes or self._chain.busy:
+            self._change(meta)
         self._step = _Step(meta)
         for index, incarnations in meta.retire.items():
             if index in self._hosted:
@@ -167,7 +228,7 @@ class WorkerHalf:
             child.connector.wait_for_save()
         for child in self.inline:
             self._look_for_errors(child)  # before the hosts are told what to save
-        if self._export is not None and step.meta.forward:
+        if self._export is not None and self._links and step.meta.forward:
             self._export.forward_done()
         for index, plan in step.meta.plans.items():
             if plan.meta is None:
@@ -259,6 +320,7 @@ class WorkerHalf:
         self._step = None
 
     def shutdown(self) -> None:
+        self._chain.close()
         for child in self.inline:
             child.connector.shutdown()
         for hosted in self._hosted.values():

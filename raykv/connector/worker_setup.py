@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,6 +31,9 @@ logger = logging.getLogger("raykv")
 FACTORY = "raykv.connector.host_runtime:build"
 PASSED_ON = ("VLLM_", "LMCACHE_", "UCX_", "NIXL_", "MOONCAKE_", "HF_", "RAYKV_", "PYTHONHASHSEED", "PYTHONPATH")
 """Environment that a child expects of its process, by prefix."""
+SERIALS = 1000
+"""Hosts of a child that are started while another child is not added: their names must not meet."""
+TRY_AGAIN_S = 1.0
 NOT_PASSED_ON = ("RAYKV_OWNER", "RAYKV_LAUNCH_ID")
 
 
@@ -59,9 +63,19 @@ class HostedChild:
     """One hosted child on one rank: starts its hosts, with one setup for each incarnation."""
 
     def __init__(
-        self, config: ChildConfig, rank: Rank, vllm_config: Any, kv_cache_config: Any, namespace: str, engine_id: str
+        self,
+        config: ChildConfig,
+        rank: Rank,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        namespace: str,
+        engine_id: str,
+        first: Incarnation | None = None,
     ) -> None:
+        """`first`: the first incarnation, of a child that is added to a running engine."""
         options = config.options
+        self._first = first or Incarnation(0)
+        self._host: HostedProcess | None = None
         self.index = config.index
         self.handshake: bytes | None = None
         self._config = config
@@ -84,6 +98,7 @@ class HostedChild:
             else None,
             startup_timeout_s=options.startup_timeout_s,
             warm_spare=options.warm_spare,
+            first_serial=self._first * SERIALS,
         )
         self._launcher.prelaunch()
 
@@ -106,7 +121,8 @@ class HostedChild:
             start_host=self._start,
             after_death=self._after_death,
         )
-        self._link.start(self._start(Incarnation(0)))
+        self._link.incarnation = self._first
+        self._link.start(self._start(self._first))
         return self._link
 
     def _start(self, incarnation: Incarnation) -> HostedProcess:
@@ -122,6 +138,7 @@ class HostedChild:
             device=self._device,
         )
         host, self.handshake = self._launcher.start(cloudpickle.dumps(setup), self._caches)
+        self._host = host
         return host
 
     def _after_death(self, records: Sequence[StepRecord]) -> None:
@@ -140,6 +157,21 @@ class HostedChild:
             self._link.close()
         with contextlib.suppress(Exception):
             self._launcher.close()
+
+    def end(self) -> None:
+        """Take the child out of a running engine: its hosts shut down. Returns when none of them lives any more, which
+        is confirmed and tried for ever; so it blocks, seconds as a rule, and any thread may call it."""
+        try:
+            self.close()
+        except Exception:
+            logger.exception("child %s: shutting its host down", self._config.name)
+        host = self._host
+        while host is not None and host.alive():
+            try:
+                host.kill()
+            except Exception:
+                logger.exception("child %s: its host (pid %s) could not be killed", self._config.name, host.pid)
+                time.sleep(TRY_AGAIN_S)
 
 
 def incarnation_engine_id(engine_id: str, incarnation: Incarnation) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from raykv.core.media_log import MediaLog
 from raykv.core.tiers import Tiers
 
 LIMIT = 100_000
@@ -46,6 +47,8 @@ class ContentLog:
         self._walk: tuple[int, int] | None = None  # tier and slot from which on nothing has been told
         self.dropped = 0
         """How often too much was waiting."""
+        self.media = MediaLog(tiers)
+        """The same by medium, for the event stream; off until somebody listens."""
 
     @property
     def waiting(self) -> int:
@@ -65,6 +68,7 @@ class ContentLog:
 
     def touch(self, key: bytes) -> None:
         """The block is about to become READY in a tier, or to cease to be."""
+        self.media.touch(key)
         if not self._on or key in self._touched:
             return
         if len(self._touched) >= self._limit:
@@ -74,6 +78,7 @@ class ContentLog:
 
     def tier_off(self) -> None:
         """A tier is asked nothing any more: what it alone held is gone."""
+        self.media.tiers_changed()
         if self._on:
             self.begin()
 

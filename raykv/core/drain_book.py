@@ -41,21 +41,34 @@ class DrainBook:
 
     @property
     def _tier(self) -> int | None:
-        tier = self._tiers.media.index(Medium.HOST) if Medium.HOST in self._tiers.media else None
+        tier = self._tiers.of(Medium.HOST)
         return tier if tier in self._tiers.serving else None
+
+    @property
+    def _taking(self) -> int | None:
+        """The host tier, if that is where new blocks go."""
+        tier = self._tier
+        return tier if tier == self._tiers.fastest else None
 
     # -- the store that is drained --------------------------------------------------------------------------
 
     def start(self) -> None:
         """Nothing is settled."""
-        slots = self._tiers.tables[self._tier].slots if self._tier is not None else 0
-        self._where, self._what, self.settled = bytearray(slots), array("q", bytes(8 * slots)), 0
+        self._where, self._what, self.settled = bytearray(), array("q"), 0
+        self._fit()
+
+    def _fit(self) -> None:
+        """The tier may have grown, or have come, since."""
+        more = (self._tiers.tables[self._tier].slots if self._tier is not None else 0) - len(self._where)
+        self._where.extend(bytes(max(0, more)))
+        self._what.extend(array("q", bytes(8 * max(0, more))))
 
     def order(self) -> array[int]:
         """The slots whose blocks are not settled, most recently used first. About a microsecond for each slot."""
         tier = self._tier
         if tier is None:
             return array("I")
+        self._fit()
         table = self._tiers.tables[tier]
         pinned = [slot for slot in table.pinned() if table.state(slot) is SlotState.READY]
         cold = table.evictable(table.used)
@@ -86,6 +99,7 @@ class DrainBook:
 
     def settle(self, moved: Iterable[Published], where: int) -> None:
         """These blocks, of slots that were begun, lie at that place too (or are HOPELESS)."""
+        self._fit()
         for key, place in moved:
             if self._tiers.is_ready(place) and self._tiers.key(place) == key and not self._place_of(place.slot):
                 self._where[place.slot], self._what[place.slot] = where, hash(key)
@@ -118,12 +132,12 @@ class DrainBook:
     @property
     def free(self) -> int:
         """Slots of the host tier without a block."""
-        return self._tiers.tables[self._tier].free if self._tier is not None else 0
+        return self._tiers.tables[self._taking].free if self._taking is not None else 0
 
     @property
     def makes_room(self) -> bool:
         """Whether blocks go on to a slower tier, so that slots come free by and by."""
-        return self._tier is not None and self._tiers.below(self._tier) is not None
+        return self._taking is not None and self._tiers.below(self._taking) is not None
 
     def lacking(self, keys: Sequence[bytes]) -> tuple[list[bytes], bool]:
         """Those that are not here and to be fetched (`StoreBook.begin_fetch`), the first ones; True: all of them.
@@ -131,7 +145,7 @@ class DrainBook:
         Nothing of this node's is lost for them. Where slots are freed by copies to a slower tier, half of those that
         are kept free stay so: else a save would have to drop a block that has not been copied yet.
         """
-        tier = self._tier
+        tier = self._taking
         if tier is None:
             return [], False
         table = self._tiers.tables[tier]

@@ -50,6 +50,9 @@ class Policy(Protocol):
     def victims(self, n: int, may: Callable[[int], bool]) -> list[int]:
         """Up to `n` slots that may go, coldest first. They stay until `removed`."""
 
+    def resize(self, slots: int) -> None:
+        """The tier has so many slots now; those that are gone were removed before."""
+
     def check_integrity(self, slots: set[int]) -> None:
         """Raise IntegrityError unless exactly these slots are held, each once."""
 
@@ -125,6 +128,20 @@ class _Rings:
         """The first slot of a queue, or its sentinel."""
         return self.hotter[self.slots + queue]
 
+    def resize(self, slots: int) -> None:
+        """The sentinels move behind the new last slot; slots that go are in no queue."""
+        queues = range(len(self.sizes))
+        ends = [(self.hotter[self.slots + queue], self.colder[self.slots + queue]) for queue in queues]
+        for links in (self.colder, self.hotter):
+            del links[min(slots, self.slots) :]
+            links.extend(range(len(links), slots + len(queues)))
+        for queue, (coldest, hottest) in enumerate(ends):
+            if self.sizes[queue]:
+                end = slots + queue
+                self.hotter[end], self.colder[end] = coldest, hottest
+                self.colder[coldest] = self.hotter[hottest] = end
+        self.slots = slots
+
     def check(self, queue: int) -> list[int]:
         """The slots of a queue from cold to hot; raises IntegrityError where links and size disagree."""
         end = self.slots + queue
@@ -184,6 +201,10 @@ class LRU:
         for slot in in_way[STAY:]:
             self.used(slot)
         return found
+
+    def resize(self, slots: int) -> None:
+        self._rings.resize(slots)
+        self._numbers = array("i", range(slots))
 
     def check_integrity(self, slots: set[int]) -> None:
         _check_held(self._rings.check(0), slots)
@@ -253,6 +274,17 @@ class S3FIFO:
     def _enter(self, queue: int, slot: int) -> None:
         self._rings.push(queue, slot)
         self._queue[slot] = queue
+
+    def resize(self, slots: int) -> None:
+        """What was remembered of blocks that are gone is forgotten."""
+        self._rings.resize(slots)
+        self._small_target = max(1, int(slots * SMALL_SHARE))
+        for column, empty in ((self._queue, NOWHERE), (self._uses, 0)):
+            del column[slots:]
+            column.extend(bytes((empty,)) * (slots - len(column)))
+        del self._mark[slots:]
+        self._mark.extend(array("I", bytes(4 * (slots - len(self._mark)))))
+        self._ghosts = Ghosts(slots - self._small_target)
 
     def check_integrity(self, slots: set[int]) -> None:
         members = self._rings.check(SMALL), self._rings.check(MAIN)

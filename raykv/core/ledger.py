@@ -308,6 +308,10 @@ class Ledger:
         """Whether a rank still owes this child's load of any request."""
         return self._loading[child] > 0
 
+    def owes(self, child: ChildIndex) -> bool:
+        """Whether a rank still owes a load or a send of this child, of any request."""
+        return self.is_loading(child) or any(sender == child for _, sender in self._sends)
+
     def failed_shares(self, request: RequestId) -> set[ChildIndex]:
         """The children that failed in the last attempt of an open load."""
         load = self._loads.get(request)

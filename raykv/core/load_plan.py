@@ -17,16 +17,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from raykv.engine_messages import Why
 from raykv.messages import ChildIndex
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A child's hit beyond `computed` tokens. `tokens` None: not known yet."""
+    """A child's hit beyond `computed` tokens. `tokens` None: not known yet. `unused`: tokens that it has and that are
+    not taken, for `why`; without them `why` says why it has none."""
 
     tokens: int | None
     is_async: bool
     computed: int
+    unused: int = 0
+    why: Why | None = None
+    detail: str = ""
 
     @property
     def is_sync_hit(self) -> bool:

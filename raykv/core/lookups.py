@@ -1,6 +1,7 @@
 """Who loads a request's prefix: the answers of the children, and the choice between them.
 
-Every child is asked once for each number of computed tokens; an answer is kept until the load is planned, and a
+Children are asked in the order of `eligible`, which may change from poll to poll as the chain does. Every child is
+asked once for each number of computed tokens; an answer is kept until the load is planned, and a
 child that says "not yet" is polled. A child that has not answered within its limit counts as a miss, so that a queue
 of requests never stands still. Composed loads ask a child with the end of the ranges before it (see `load_plan`).
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from raykv.config import LoadPolicy
 from raykv.core.load_plan import Answer, Part, Walk
+from raykv.engine_messages import Why
 from raykv.messages import ChildIndex
 from raykv.types import RequestId
 
@@ -55,7 +57,7 @@ class _Lookup:
     answers: dict[ChildIndex, Answer] = field(default_factory=dict)
     computed: int = 0
     num_tokens: int = 0
-    eligible: frozenset[ChildIndex] = frozenset()
+    eligible: tuple[ChildIndex, ...] = ()
 
 
 class LookupBook:
@@ -64,15 +66,16 @@ class LookupBook:
     def __init__(
         self,
         policy: LoadPolicy,
-        limits_s: Sequence[float],
+        limits_s: Sequence[float] | Mapping[ChildIndex, float],
         block_size: int = 1,
         any_range: Collection[ChildIndex] = (),
     ) -> None:
-        """`limits_s`: by child, how long it may say "not yet". `any_range`: children that load any whole blocks."""
+        """`limits_s`: by child, how long it may say "not yet". `any_range`: children that load any whole blocks. Both
+        are read when they are needed, so their owner may go on to change them."""
         self._policy = policy
-        self._limits = tuple(limits_s)
+        self._limits = limits_s
         self._block_size = block_size
-        self._any_range = frozenset(any_range)
+        self._any_range = any_range
         self._open: dict[RequestId, _Lookup] = {}
         self._chosen: dict[RequestId, Choice] = {}
         self.timed_out: dict[ChildIndex, int] = {}
@@ -83,12 +86,13 @@ class LookupBook:
         """The children whose answer is missing, open, or for another number of computed tokens than the one that
         comes with them. A question that gets no answer is one to a child that has no tokens.
 
-        `eligible`: children whose tokens may be used for this request; it holds for the whole poll."""
+        `eligible`: by child, first asked first, whether its tokens may be used for this request; it holds for the
+        whole poll. A child that is not in it is not asked."""
         lookup = self._open.setdefault(request, _Lookup(now))
         lookup.computed, lookup.num_tokens = computed, num_tokens
-        lookup.eligible = frozenset(child for child, may in eligible.items() if may)
+        lookup.eligible = tuple(child for child, may in eligible.items() if may)
         walk = self._walk(lookup)
-        for child in range(len(self._limits)):
+        for child in eligible:
             if self._known(lookup, child, walk.end) is None:
                 yield child, walk.end
                 answer = lookup.answers.get(child)
@@ -114,7 +118,7 @@ class LookupBook:
     def _pick(self, lookup: _Lookup, now: float) -> Choice:
         """One child for all: the first one with tokens, or the one with most of them."""
         best = MISS
-        for child in sorted(lookup.eligible):
+        for child in lookup.eligible:
             if self._must_wait(lookup, child, now):
                 # With policy FIRST an earlier hit has already ended this loop.
                 return Choice(Outcome.PENDING)
@@ -128,7 +132,7 @@ class LookupBook:
 
     def _compose(self, lookup: _Lookup, now: float) -> Choice:
         walk = self._walk(lookup)
-        for child in sorted(lookup.eligible):
+        for child in lookup.eligible:
             if not walk.is_complete and self._must_wait(lookup, child, now):
                 return Choice(Outcome.PENDING)
             self._go_on(walk, lookup, child)
@@ -159,8 +163,14 @@ class LookupBook:
         if now - lookup.started < self._limits[child]:
             return True
         self.timed_out[child] = self.timed_out.get(child, 0) + 1
-        lookup.answers[child] = Answer(0, False, answer.computed)
+        detail = f"no answer within {self._limits[child]:g} s"
+        lookup.answers[child] = Answer(0, False, answer.computed, why=Why.TIMED_OUT, detail=detail)
         return False
+
+    def answers(self, request: RequestId) -> Mapping[ChildIndex, Answer]:
+        """The answers so far of a look-up that is open."""
+        lookup = self._open.get(request)
+        return lookup.answers if lookup is not None else {}
 
     def take(self, request: RequestId) -> Choice:
         """Blocks were allocated: the choice made for the request, which ends its look-up."""

@@ -29,9 +29,12 @@ class Moves:
     def __init__(self, tiers: Tiers, cascade: Cascade, low: float, queue_limit: int | None) -> None:
         self._tiers = tiers
         self._cascade = cascade
-        self._low = [max(1, int(table.slots * low)) for table in tiers.tables]
-        self._queues: list[deque[bytes]] = [deque() for _ in tiers.tables]
-        self._limits = [table.slots if queue_limit is None else queue_limit for table in tiers.tables]
+        self._share, self._queue_limit = low, queue_limit
+        self._low: dict[int, int] = {}
+        self._queues: dict[int, deque[bytes]] = {}
+        self._limits: dict[int, int] = {}
+        for tier in tiers.order:
+            self.sized(tier)
         self._open: dict[Place, Move] = {}  # by target
         self._read_once = Ghosts(tiers.tables[0].slots)
         self.demoted = self.promoted = self.overflows = 0
@@ -42,7 +45,22 @@ class Moves:
     @property
     def waiting(self) -> int:
         """Keys in the queues; some may be gone by now."""
-        return sum(len(queue) for queue in self._queues)
+        return sum(len(queue) for queue in self._queues.values())
+
+    def sized(self, tier: int) -> None:
+        """A tier is new, or has another number of slots."""
+        slots = self._tiers.tables[tier].slots
+        self._low[tier] = max(1, int(slots * self._share))
+        self._limits[tier] = slots if self._queue_limit is None else self._queue_limit
+        self._queues.setdefault(tier, deque())
+
+    def removed(self, tier: int) -> None:
+        """A tier is gone."""
+        del self._low[tier], self._limits[tier], self._queues[tier]
+
+    def moving(self, place: Place) -> bool:
+        """Whether a running copy reads the place."""
+        return any(move.source == place for move in self._open.values())
 
     # -- down -----------------------------------------------------------------------------------------------
 
@@ -59,10 +77,12 @@ class Moves:
         """Up to `limit` moves to the next slower tier."""
         moves: list[Move] = []
         clear: list[Place] = []
-        for tier in self._tiers.serving[:-1]:
+        for tier in self._tiers.serving:
             target = self._tiers.below(tier)
-            if target is None or len(moves) >= limit:
+            if len(moves) >= limit:
                 break
+            if target is None or tier in self._tiers.shut:  # what leaves a tier for good is `tier_changes`' business
+                continue
             if self._cascade is Cascade.WRITE:
                 slots = self._queued(tier, target, limit - len(moves))
             else:
@@ -87,7 +107,10 @@ class Moves:
 
     def _cold(self, tier: int, target: int, limit: int) -> list[int]:
         table, slower = self._tiers.tables[tier], self._tiers.tables[target]
-        on_their_way = sum(move.source.tier == tier < move.target.tier for move in self._open.values())
+        slower_than = self._tiers.slower
+        on_their_way = sum(
+            move.source.tier == tier and slower_than(move.target.tier, tier) for move in self._open.values()
+        )
         wanted = self._low[tier] - table.free - on_their_way
         if wanted <= 0:
             return []
@@ -102,7 +125,7 @@ class Moves:
             return MovePlan()
         wanted: dict[bytes, Place] = {}
         for place in places:
-            if place.tier <= fastest or not self._tiers.is_ready(place):
+            if not self._tiers.slower(place.tier, fastest) or not self._tiers.is_ready(place):
                 continue
             key = self._tiers.key(place)
             if key in wanted or self._tiers.tables[fastest].holds(key):
@@ -146,7 +169,7 @@ class Moves:
             return MoveEnd()
         tiers.tables[target.tier].publish(target.slot)
         self.committed(target.tier, key)
-        if target.tier < source.tier:
+        if tiers.slower(source.tier, target.tier):
             self.promoted += 1
             return MoveEnd(publish=((key, target),))
         self.demoted += 1

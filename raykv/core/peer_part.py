@@ -60,6 +60,8 @@ class PeerPart:
     slots: memoryview = field(repr=False)
     seals: memoryview = field(repr=False)
     memory: PeerMemory
+    sizes: memoryview = field(default=memoryview(b""), repr=False)
+    """Bytes of each block, where that was asked for."""
 
     @classmethod
     def of(
@@ -78,7 +80,7 @@ class PeerPart:
         asked = len(hashes) // HASH_NBYTES
         if lent.lease is None or not first < lent.num_blocks <= asked:
             return None
-        if len(lent.slots) != 4 * count or len(lent.seals) != 8 * count:
+        if len(lent.slots) != 4 * count or len(lent.seals) != 8 * count or len(lent.sizes) not in (0, 4 * count):
             return None
         slots = memoryview(lent.slots).cast("I")
         if memory.slots < 1 or memory.slot_nbytes < 1 or max(slots, default=0) >= memory.slots:
@@ -86,7 +88,7 @@ class PeerPart:
         seals = memoryview(lent.seals).cast("Q")
         return cls(
             peer, lent.store, lent.lease, until, first, lent.num_blocks, tuple(windows), tuple(fingerprints), hashes,
-            slots, seals, memory,
+            slots, seals, memory, memoryview(lent.sizes).cast("I"),
         )  # fmt: skip
 
     def split(self, indices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -135,6 +135,12 @@ class PinTable:
             for block in closing.blocks
         )
 
+    def waits_for(self, child: ChildIndex) -> bool:
+        """Whether blocks are kept for this child: for a step of its hosts, or for a send."""
+        return any(
+            child in closing.fence or child in closing.sends for sets in self._closing.values() for closing in sets
+        )
+
     def pinned(self) -> Counter[int]:
         """By block id: how many references are RayKV's."""
         return Counter(self._count)

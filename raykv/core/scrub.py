@@ -17,7 +17,7 @@ class Scrub:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._next = [0] * len(tiers.tables)
+        self._next: dict[int, int] = {}
         self._checked: set[Place] = set()
 
     def begin(self, tier: int) -> Published | None:
@@ -26,7 +26,7 @@ class Scrub:
             return None
         table = self._tiers.tables[tier]
         for _ in range(STEPS):
-            slot = table.ready_from(self._next[tier])
+            slot = table.ready_from(self._next.get(tier, 0))
             if slot is None:
                 self._next[tier] = 0
                 return None

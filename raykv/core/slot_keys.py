@@ -21,6 +21,12 @@ class SlotKeys:
         self._heads = bytearray(HEAD_NBYTES * slots)
         self._hashes = bytearray(HASH_NBYTES * slots)
 
+    def resize(self, slots: int) -> None:
+        """So many slots from now on."""
+        for parts, size in ((self._heads, HEAD_NBYTES), (self._hashes, HASH_NBYTES)):
+            del parts[size * slots :]
+            parts.extend(bytes(size * slots - len(parts)))
+
     @staticmethod
     def check(key: bytes) -> None:
         """Raise IntegrityError if it is no key."""

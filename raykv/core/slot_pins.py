@@ -32,6 +32,17 @@ class SlotPins:
         """By slot: its pins, where there are any. Reads all slots."""
         return {slot: self.count(slot) for slot, low in enumerate(self._low) if low}
 
+    def any(self, slot: int) -> bool:
+        """Whether a slot from this one on has a pin."""
+        return self._low.count(0, slot) != len(self._low) - slot
+
+    def resize(self, slots: int) -> None:
+        """So many slots from now on; those that go have no pins."""
+        if slots < len(self._low) and self.any(slots):
+            raise IntegrityError(f"slots from {slots} on have pins")
+        del self._low[slots:]
+        self._low.extend(bytes(slots - len(self._low)))
+
     def add(self, slot: int, count: int) -> int:
         """One more reads each slot of a run; how many of them had no pin."""
         before = self._low[slot : slot + count]

@@ -1,12 +1,18 @@
 """One tier: which block lies in which slot, and what may be done with the slot now.
 
-The theory. A slot is in one of four states; `pins` counts who reads it:
+The theory. A slot is in one of five states; `pins` counts who reads it:
 
     FREE ──reserve──▶ WRITING ──publish──▶ READY ──evict (no pin)──▶ FREE
       ▲                  │ discard           │ quarantine (also pinned)
       └──────────────────┘                   ▼
                                         QUARANTINED   (for ever: its memory or its medium is not to be trusted;
                                                        in a table of entries only: until its last pin is gone)
+                         │ retire (also pinned)
+                         ▼
+                      RETIRED ──its last pin is gone──▶ FREE
+
+A tier that shrinks or is drained is *shut* from slot `limit` on: nothing new comes there. What lies there is moved and
+then retired: nobody finds it any more, and who holds a pin reads on. A retired slot's header is still there and true.
 
 Any other step raises IntegrityError and changes nothing. A key has one slot at most, WRITING or READY. Pins are taken
 on READY slots and given back on READY or QUARANTINED ones; nothing but a state of FREE gives a slot a new owner.
@@ -25,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 from raykv.core.eviction import Policy
+from raykv.core.slot_ages import SlotAges
 from raykv.core.slot_keys import SlotKeys
 from raykv.core.slot_pins import SlotPins
 from raykv.errors import IntegrityError
@@ -38,9 +45,10 @@ class SlotState(IntEnum):
     WRITING = 1
     READY = 2
     QUARANTINED = 3
+    RETIRED = 4
 
 
-FREE, WRITING, READY, QUARANTINED = (int(state) for state in SlotState)
+FREE, WRITING, READY, QUARANTINED, RETIRED = (int(state) for state in SlotState)
 _READY = bytes((READY,))
 
 
@@ -61,12 +69,17 @@ class SlotTable:
         """Called just before a block becomes READY, or ceases to be."""
         self.entries_only = False
         """The slots are no medium but knowledge of one: what is quarantined comes free with its last pin."""
+        self.ages = SlotAges(slots)
+        """For operators."""
+        self._was_read = self.ages.was_read
         self._policy = policy
         self._index: dict[bytes, int] = {}
         self._keys = SlotKeys(slots)
         self._state = bytearray(slots)
         self._pins = SlotPins(slots)
-        self._counts = [slots, 0, 0, 0]
+        self._counts = [slots, 0, 0, 0, 0]
+        self._limit = slots
+        self._shut_free = 0  # FREE slots from the limit on
         self._pinned_ready = 0
         self._next = 0  # where the search for free slots goes on: what was written together lies together
 
@@ -74,7 +87,17 @@ class SlotTable:
 
     @property
     def free(self) -> int:
-        return self._counts[FREE]
+        """FREE slots that may be taken."""
+        return self._counts[FREE] - self._shut_free
+
+    @property
+    def limit(self) -> int:
+        """The first slot that is shut; `slots`: none is."""
+        return self._limit
+
+    @property
+    def retired(self) -> int:
+        return self._counts[RETIRED]
 
     @property
     def writing(self) -> int:
@@ -134,6 +157,17 @@ class SlotTable:
     def pins(self, slot: int) -> int:
         return self._pins.count(slot)
 
+    def is_ready(self, slot: int) -> bool:
+        return self._state[slot] == READY
+
+    def is_used(self, slot: int) -> bool:
+        """Whether it is READY or WRITING."""
+        return self._state[slot] in (READY, WRITING)
+
+    def writing_from(self, slot: int) -> bool:
+        """Whether any slot from this one on is WRITING."""
+        return self._state.find(WRITING, slot) >= 0
+
     def ready_from(self, slot: int) -> int | None:
         """The first READY slot at or behind `slot`."""
         found = self._state.find(READY, slot)
@@ -158,6 +192,7 @@ class SlotTable:
         self.touch(key)
         self._hold(slot, key, READY)
         self._policy.added(slot, key)
+        self.ages.came(slot)
 
     def recovered_quarantined(self, slot: int) -> None:
         """FREE → QUARANTINED: the slot was found out of use at the start."""
@@ -184,9 +219,9 @@ class SlotTable:
         run = count
         while len(found) < count:
             run = min(run, count - len(found))
-            at = taken.find(bytes(run), self._next)
+            at = taken.find(bytes(run), self._next, self._limit)
             if at < 0:
-                at = taken.find(bytes(run))
+                at = taken.find(bytes(run), 0, self._limit)
             if at < 0:
                 run = (run + 1) // 2
                 continue
@@ -204,6 +239,7 @@ class SlotTable:
         self.touch(key)
         self._to(slot, READY)
         self._policy.added(slot, key)
+        self.ages.came(slot)
 
     def discard(self, slot: int) -> None:
         """WRITING → FREE: what was written is not to be seen."""
@@ -222,6 +258,10 @@ class SlotTable:
         self._expect_ready(slot, count)
         self._policy.used(slot, count)
         self._pinned_ready += self._pins.add(slot, count)
+        if count == 1:
+            self._was_read[slot] = 1
+        else:
+            self._was_read[slot : slot + count] = b"\1" * count
 
     def pin(self, slot: int, count: int = 1) -> None:
         """One more reads a run of slots: it stays where it is."""
@@ -236,7 +276,7 @@ class SlotTable:
         if self._state[slot] == READY and (count == 1 or self._state.count(READY, slot, slot + count) == count):
             self._pinned_ready -= free
             return
-        for one in range(slot, slot + count):  # some are quarantined
+        for one in range(slot, slot + count):  # some are quarantined or retired
             if self._state[one] == READY:
                 self._pinned_ready -= self._pins.none(one)
             else:
@@ -247,7 +287,12 @@ class SlotTable:
     def evictable(self, n: int) -> list[int]:
         """Up to `n` READY slots without a pin, coldest first. They stay until `evict`."""
         n = min(n, self.num_evictable)
-        return self._policy.victims(n, self._pins.none) if n else []
+        may = self._pins.none if self._limit == self.slots else self._may_go
+        return self._policy.victims(n, may) if n else []
+
+    def _may_go(self, slot: int) -> bool:
+        """To evict what is shut makes no room."""
+        return slot < self._limit and self._pins.none(slot)
 
     def evict(self, slots: Iterable[int]) -> None:
         """READY without a pin → FREE, for want of room."""
@@ -262,6 +307,7 @@ class SlotTable:
             self.touch(self.key(slot))
             self._policy.removed(slot, True)
             self._drop(slot, FREE)
+        self.ages.went(slots)
         self.evicted += len(slots)
 
     def quarantine(self, slot: int) -> None:
@@ -272,6 +318,51 @@ class SlotTable:
         self._pinned_ready -= not self._pins.none(slot)
         self._drop(slot, QUARANTINED)
         self._free_entry(slot)
+
+    def retire(self, slot: int) -> None:
+        """READY → RETIRED: the block is found here no more. Who holds a pin keeps it; without one the slot is FREE."""
+        self._expect(slot, READY)
+        self.touch(self.key(slot))
+        self._policy.removed(slot, False)
+        self._pinned_ready -= not self._pins.none(slot)
+        self._drop(slot, RETIRED)
+        self._free_entry(slot)
+
+    # -- its size -------------------------------------------------------------------------------------------
+
+    def shut(self, limit: int) -> None:
+        """Nothing new comes to the slots from `limit` on; `slots` opens all."""
+        if not 0 <= limit <= self.slots:
+            raise IntegrityError(f"a table of {self.slots} slots can't be shut from {limit} on")
+        self._limit = limit
+        self._shut_free = self._state.count(FREE, limit)
+
+    def occupied_from(self, slot: int) -> bool:
+        """Whether any slot from this one on is WRITING, READY or RETIRED, or has a pin."""
+        return any(self._state.find(state, slot) >= 0 for state in (WRITING, READY, RETIRED)) or self._pins.any(slot)
+
+    def free_slots(self, first: int) -> list[int]:
+        """The FREE ones from this one on. Reads all of those."""
+        return [slot for slot in range(first, self.slots) if self._state[slot] == FREE]
+
+    def resize(self, slots: int) -> None:
+        """So many slots from now on, all of them open. Those that go hold nothing (or are out of use for good)."""
+        if slots < 1:
+            raise ValueError(f"a tier needs a slot, not {slots}")
+        if slots < self.slots and self.occupied_from(slots):
+            raise IntegrityError(f"slots from {slots} on are in use: the table can't shrink to that")
+        gone = self._state[slots:]
+        self._counts[FREE] += max(0, slots - self.slots) - gone.count(FREE)
+        self._counts[QUARANTINED] -= gone.count(QUARANTINED)
+        del self._state[slots:]
+        self._state.extend(bytes(slots - len(self._state)))
+        self._keys.resize(slots)
+        self._pins.resize(slots)
+        self._policy.resize(slots)
+        self.ages.resize(slots)
+        self.slots = slots
+        self._next = min(self._next, slots)
+        self.shut(slots)
 
     # -- the parts ------------------------------------------------------------------------------------------
 
@@ -289,9 +380,12 @@ class SlotTable:
                 self._expect(one, READY)
 
     def _to(self, slot: int, state: int) -> None:
-        self._counts[self._state[slot]] -= 1
+        before = self._state[slot]
+        self._counts[before] -= 1
         self._counts[state] += 1
         self._state[slot] = state
+        if slot >= self._limit:
+            self._shut_free += (state == FREE) - (before == FREE)
 
     def _hold(self, slot: int, key: bytes, state: int) -> None:
         self._keys.put(slot, key)
@@ -299,7 +393,8 @@ class SlotTable:
         self._to(slot, state)
 
     def _free_entry(self, slot: int) -> None:
-        if self.entries_only and self._state[slot] == QUARANTINED and self._pins.none(slot):
+        state = self._state[slot]
+        if (state == RETIRED or (state == QUARANTINED and self.entries_only)) and self._pins.none(slot):
             self._to(slot, FREE)
 
     def _drop(self, slot: int, state: int) -> None:
@@ -316,8 +411,13 @@ class SlotTable:
             raise IntegrityError("slots with a block, states and index disagree")
         self._pins.check_integrity()
         pinned = self.pinned().keys()
-        if pinned - ready - set(states[QUARANTINED]) or len(pinned & ready) != self._pinned_ready:
+        held = ready.union(states[QUARANTINED], states[RETIRED])
+        if pinned - held or len(pinned & ready) != self._pinned_ready:
             raise IntegrityError("a slot is pinned that holds no block, or the count of pinned slots is wrong")
         if self.entries_only and set(states[QUARANTINED]) - pinned:
             raise IntegrityError("an entry that was lost has no pin, and did not come free")
+        if set(states[RETIRED]) - pinned:
+            raise IntegrityError("a retired slot has no pin, and did not come free")
+        if len(self._state) != self.slots or self._shut_free != len([s for s in states[FREE] if s >= self._limit]):
+            raise IntegrityError("the count of free slots that are shut, or of all slots, is wrong")
         self._policy.check_integrity(ready)

@@ -8,9 +8,12 @@ with what happened. A wrong call raises IntegrityError and changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
+from raykv.core.checked_reads import CheckedReads
 from raykv.core.content_log import ContentLog
+from raykv.core.contents import Contents, WatchedTiers
 from raykv.core.drain_book import DrainBook
 from raykv.core.fetches import Fetches
 from raykv.core.leases import LeaseBook
@@ -19,6 +22,8 @@ from raykv.core.peer_part import lacking
 from raykv.core.prefix import CHUNK, block_key, longest_prefix, tail_first
 from raykv.core.save_jobs import SaveJobs, Settled
 from raykv.core.scrub import Scrub
+from raykv.core.selections import Chosen, Part, parts
+from raykv.core.slot_ages import SlotAges
 from raykv.core.slot_table import SlotState, SlotTable
 from raykv.core.store_plans import (
     BookFigures,
@@ -33,13 +38,17 @@ from raykv.core.store_plans import (
     row_of,
     runs_of,
 )
-from raykv.core.tiers import OneTable, Tiers
+from raykv.core.tier_changes import TierChanges
+from raykv.core.tiers import OneTable
+from raykv.engine_messages import Why
 from raykv.errors import IntegrityError
 from raykv.store_messages import HASH_NBYTES, Cascade, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
 
 __all__ = ["Lease", "Move", "MoveEnd", "MovePlan", "Place", "SavePlan", "StoreBook", "block_key"]
 
+QUOTA_STEP = 512
+"""So many blocks of a tenant over his quota go in one hold of the lock."""
 COUNTED = ("look_ups", "hit_blocks", "missed_blocks", "saved_blocks", "skipped_blocks", "loaded_blocks")
 
 
@@ -55,7 +64,7 @@ class StoreBook:
         low: float = 1 / 16,
         queue_limit: int | None = None,
     ) -> None:
-        self._tiers = Tiers(tables, media)
+        self._tiers = WatchedTiers(tables, media)
         self._jobs = SaveJobs()
         self._leases = LeaseBook()
         self._moves = Moves(self._tiers, cascade, low, queue_limit)
@@ -66,14 +75,40 @@ class StoreBook:
         self._counts: Counter[str] = Counter()
         self.content = ContentLog(self._tiers)
         """What a Directory is to be told; off until somebody does so."""
-        for table in tables:
-            table.touch = self.content.touch
+        self.contents = Contents(self._tiers)
+        """Whose blocks these are, which of them operators keep, and what became of the others."""
+        self.reads = CheckedReads(self._tiers)
+        """What is read on an operator's order."""
+        for tier, table in enumerate(tables):
+            self._watch(tier, table)
+        self._tiers.added = self._watch
+        self.changes = TierChanges(self._tiers, self._moves, self.content.touch)
+        """Of the tiers themselves."""
+        self.changes.follow(self.contents.elsewhere, self.contents.pins)
+
+    def _watch(self, tier: int, table: SlotTable) -> None:
+        table.touch = partial(self._touched, tier, table)
+
+    def _touched(self, tier: int, table: SlotTable, key: bytes) -> None:
+        self.content.touch(key)
+        self.contents.touch(tier, table, key)
 
     # -- start and operators --------------------------------------------------------------------------------
 
-    def recovered(self, tier: int, found: Sequence[tuple[int, bytes]], quarantined: Iterable[int] = ()) -> None:
-        """At the start, before anything else: these slots hold these keys, oldest first, those are out of use."""
+    def recovered(
+        self,
+        tier: int,
+        found: Sequence[tuple[int, bytes]],
+        quarantined: Iterable[int] = (),
+        tenants: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """At the start, before anything else: these slots hold these keys, oldest first, those are out of use.
+
+        `tenants`: by slot, of those blocks that have one.
+        """
         table = self._tiers.tables[tier]
+        for slot, tag in (tenants or {}).items():
+            self.contents.tenants.put(Place(tier, slot), self.contents.tenants.number(tag))
         for at in range(0, len(found), CHUNK):  # about as they were used: prompts in their order, each tail first
             for slot, key in reversed(found[at : at + CHUNK]):
                 table.recovered(slot, key)
@@ -89,16 +124,80 @@ class StoreBook:
 
     def clear(self, tier: int | None = None) -> list[Place]:
         """Forget all that nobody holds (of one tier). Clear the headers of what is returned."""
-        cleared = []
-        for place in self._places(SlotState.READY):
-            table = self._tiers.tables[place.tier]
-            if tier in (None, place.tier) and not table.pins(place.slot):
-                table.evict([place.slot])
-                cleared.append(place)
+        ready = [
+            Place(number, slot)
+            for number, table in enumerate(self._tiers.tables)
+            if tier in (None, number)
+            for slot in table.in_state(SlotState.READY)
+        ]
+        return self.forget_all(ready)
+
+    def forget_all(self, places: Iterable[Place]) -> list[Place]:
+        """Forget those of these READY places that nobody holds. Clear the headers of what is returned."""
+        tables = self._tiers.tables
+        cleared = [place for place in places if not tables[place.tier].pins(place.slot)]
+        with self.contents.absences.because(Why.CLEARED):
+            self._evict(cleared)
         return cleared
 
-    def _places(self, state: SlotState) -> list[Place]:
-        return [Place(tier, slot) for tier, table in enumerate(self._tiers.tables) for slot in table.in_state(state)]
+    def _evict(self, places: Iterable[Place]) -> None:
+        for tier, slot in places:
+            self._tiers.tables[tier].evict([slot])
+
+    def select(self, what: Chosen, heads: Sequence[bytes]) -> Iterator[Part]:
+        """The READY blocks that an operator means, in parts; each part is one call. `heads`: see `selections.parts`."""
+        return parts(self._tiers, self.contents.tenants, what, heads)
+
+    @property
+    def media(self) -> list[Medium]:
+        """By number of a tier."""
+        return list(self._tiers.media)
+
+    @property
+    def serving_media(self) -> list[Medium]:
+        """Of the tiers that are asked, fastest first."""
+        return [self._tiers.media[tier] for tier in self._tiers.serving]
+
+    @property
+    def fastest_slots(self) -> int:
+        tier = self._tiers.fastest
+        return self._tiers.tables[tier].slots if tier is not None else 0
+
+    @property
+    def own_tiers(self) -> list[int]:
+        """Tiers whose slots are this node's own."""
+        return [tier for tier in self._tiers.order if tier not in self._tiers.shared]
+
+    def lying(self, keys: Iterable[bytes], medium: Medium | None = None) -> list[Published]:
+        """Where these blocks are READY: in a tier of that medium, or else in the fastest one."""
+        tiers, found = self._tiers, []
+        for key in keys:
+            in_tier = [tier for tier in tiers.serving if tiers.tables[tier].find(key) is not None]
+            first = next((tier for tier in in_tier if tiers.media[tier] is medium), in_tier[0] if in_tier else None)
+            slot = tiers.tables[first].find(key) if first is not None else None
+            if first is not None and slot is not None:
+                found.append((key, Place(first, slot)))
+        return found
+
+    def in_tiers(self, key: bytes) -> list[int]:
+        """The tiers that serve and have the block, fastest first."""
+        return [tier for tier in self._tiers.serving if self._tiers.tables[tier].find(key) is not None]
+
+    def quota_cut(self, tag: bytes) -> list[Place]:
+        """Throw out what a tenant has beyond his quota, a part of it. Clear the headers of what is returned."""
+        tenants = self.contents.tenants
+        number = tenants.known(tag)
+        over = tenants.over(number) if number is not None else 0
+        if number is None or not over:
+            return []
+        victims = tenants.victims(number, min(over, QUOTA_STEP), self._may_go)
+        with self.contents.absences.because(Why.OVER_QUOTA):
+            self._evict(victims)
+        return victims
+
+    def _may_go(self, place: Place) -> bool:
+        tiers = self._tiers
+        return place.tier in tiers.serving and tiers.is_ready(place) and not tiers.tables[place.tier].pins(place.slot)
 
     # -- look-ups and loads ---------------------------------------------------------------------------------
 
@@ -129,9 +228,22 @@ class StoreBook:
         flat = [row for by_group in rows for row in by_group]
         expires = now + self._lease_s
         lease = Lease(self._leases.next_id(), engine, request, expires, n, rows, tiers.slowest(n, flat))
-        tiers.read(tail_first(flat))
+        order = tail_first(flat)
+        tiers.read(order)
+        if self.contents.tenants.limited:
+            self.contents.tenants.asked(order)
         tiers.unpin_runs(self._leases.grant(lease))
         return lease
+
+    @property
+    def fastest(self) -> int | None:
+        """The number of the tier that saves go to."""
+        return self._tiers.fastest
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of all tiers, fastest first."""
+        return list(self._tiers.order)
 
     def find(self, key: bytes) -> Place | None:
         """The fastest place where the block is READY."""
@@ -154,7 +266,9 @@ class StoreBook:
         self._tiers.unpin_runs(self._leases.release(lease))
 
     def expire(self, now: float) -> int:
-        """Release what is past its time; how many leases that were."""
+        """Release what is past its time; how many leases that were. Tells the ages of blocks the time as well."""
+        for table in self._tiers.tables:
+            table.ages.tick(now)
         count, freed = self._leases.expire(now)
         self._tiers.unpin_runs(freed)
         return count
@@ -189,15 +303,22 @@ class StoreBook:
         held = self._leases.in_use(lease, rank)
         if held is None or not all(map(held.covers, bad)):
             raise IntegrityError(f"no load of rank {rank} under lease {lease} reads {sorted(bad)}")
-        found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
+        with self.contents.absences.because(Why.CORRUPT):
+            found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
         self._counts["loaded_blocks"] -= len(bad)
         self._tiers.unpin_runs(self._leases.end_use(lease, rank))
         return found
 
     # -- saves ----------------------------------------------------------------------------------------------
 
-    def begin_save(self, engine: EngineId, rank: Rank, job: JobId, keys: Sequence[bytes]) -> SavePlan:
-        """One rank starts its part of a job. Once per rank and job. What finds no room is skipped, from the tail."""
+    def begin_save(
+        self, engine: EngineId, rank: Rank, job: JobId, keys: Sequence[bytes], tenants: Sequence[bytes] = ()
+    ) -> SavePlan:
+        """One rank starts its part of a job. Once per rank and job. What finds no room is skipped, from the tail.
+
+        `tenants`: whose each block is, empty if all are nobody's. A tenant who is over his quota by this makes room
+        among his own, and what is too much all the same is skipped.
+        """
         tier = self._tiers.fastest
         if not self._jobs.takes(engine, rank, job) or tier is None:
             return self._planned(engine, rank, job, (), (), range(len(keys)), ())
@@ -215,15 +336,26 @@ class StoreBook:
         runs = runs_of(kept)
         self._tiers.use(reversed(runs))  # the tail first: without its prefix it is worth nothing
         self._tiers.pin_runs(runs)  # making room must not take what the job counts on
-        clear = self._tiers.make_room(tier, len(wanted))
+        clear: list[Place] = []
+        allowed = wanted
+        if tenants and self.contents.tenants.limited:
+            self.contents.tenants.asked(runs)
+            clear, refused = self.contents.within_quotas(wanted, tenants, self._may_go)
+            self._evict(clear)
+            allowed = {key: i for key, i in wanted.items() if key not in refused}
+        clear += self._tiers.make_room(tier, len(allowed))
         self._tiers.unpin_runs(runs)
-        written = dict(list(wanted.items())[: table.free])
+        written = dict(list(allowed.items())[: table.free])
         in_rows = sorted(written, key=row_of)  # a look-up goes by runs of one row
         slot_of = dict(zip(in_rows, table.reserve(in_rows) or (), strict=True))
         write = [(i, Place(tier, slot_of[key])) for key, i in written.items()]
+        if tenants:
+            self.contents.reserved(write, tenants)
         fresh = set(known).union(written.values())
         twice = [i for i, key in enumerate(keys) if i not in fresh and key in written]
         skipped = [i for i, key in enumerate(keys) if i not in fresh and key not in written]
+        for key in list(allowed)[len(written) :]:
+            self.contents.absences.note(key, Why.NO_ROOM)
         return self._planned(engine, rank, job, write, sorted(known + twice), skipped, clear)
 
     def _planned(
@@ -261,9 +393,10 @@ class StoreBook:
         self._settle(self._jobs.end_engine(engine))
 
     def _settle(self, settled: Settled) -> list[Published]:
-        self._tiers.discard(settled.discard)
         serving = [place for place in settled.publish if place.tier in self._tiers.serving]
-        self._tiers.discard(place for place in settled.publish if place.tier not in self._tiers.serving)
+        for discard in (settled.discard, [place for place in settled.publish if place.tier not in self._tiers.serving]):
+            self._tiers.discard(discard)
+            self.contents.discarded(discard)
         published = self._tiers.publish(serving)
         for key, place in published:
             self._moves.committed(place.tier, key)
@@ -290,7 +423,26 @@ class StoreBook:
 
     def end_move(self, move: Move, ok: bool, bad_source: bool = False) -> MoveEnd:
         """That copy has ended, exactly once per move. `bad_source`: the source failed its check; so its header says."""
-        return self._moves.end(move, ok, bad_source)
+        moves = self.changes if self.changes.runs(move) else self._moves
+        why = Why.CORRUPT if bad_source else Why.EVICTED
+        with self.contents.moved(move) as published, self.contents.absences.because(why):
+            end = moves.end(move, ok, bad_source)
+            published.extend(end.publish)
+        return end
+
+    def end_lift(self, move: Move, ok: bool, bad_source: bool = False) -> list[Published]:
+        """A copy that `reads` has begun has ended. As `end_move`."""
+        why = Why.CORRUPT if bad_source else Why.EVICTED
+        with self.contents.moved(move) as published, self.contents.absences.because(why):
+            published.extend(self.reads.end_lift(move, ok, bad_source))
+        for key, place in published:
+            self._moves.committed(place.tier, key)
+        return published
+
+    def end_read(self, place: Place, ok: bool) -> bool:
+        """A place that `reads` has begun is not read any more; whether it is to be quarantined."""
+        with self.contents.absences.because(Why.CORRUPT):
+            return self.reads.end(place, ok)
 
     # -- peers: other nodes' stores ---------------------------------------------------------------------------
 
@@ -322,8 +474,8 @@ class StoreBook:
         so none of its figures.
         """
         tiers = self._tiers
-        tier = tiers.fastest
-        if tier is None:
+        tier = tiers.of(Medium.HOST)
+        if tier not in tiers.serving or tier is None:
             return None
         n, rows = longest_prefix(OneTable(tier, tiers.tables[tier]), fingerprints, windows, hashes)
         if n <= first:
@@ -362,7 +514,8 @@ class StoreBook:
 
     def end_check(self, place: Place, ok: bool) -> bool:
         """Whether the slot is to be quarantined: not `ok`, and nobody else has quarantined it yet."""
-        return self._scrub.end(place, ok)
+        with self.contents.absences.because(Why.CORRUPT):
+            return self._scrub.end(place, ok)
 
     # -- figures --------------------------------------------------------------------------------------------
 
@@ -382,9 +535,17 @@ class StoreBook:
             **{name: self._counts[name] for name in COUNTED},
         )
 
+    def ages(self) -> tuple[SlotAges, ...]:
+        """By tier: how old blocks were that were thrown out, and how many had never been read."""
+        return tuple(table.ages for table in self._tiers.tables)
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pins and WRITING slots have owners and counts agree. Reads every slot."""
         self._jobs.check_integrity()
         self._leases.check_integrity()
+        self.changes.check_integrity()
+        self.contents.check_integrity()
         pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned() + self.drain.pinned()
-        self._tiers.check_integrity(pinned, [*self._jobs.places(), *self._moves.targets(), *self._fetches.targets()])
+        pinned += self.changes.pinned() + self.contents.pins.pinned() + self.reads.pinned()
+        moving = [*self._moves.targets(), *self.changes.targets(), *self.reads.targets()]
+        self._tiers.check_integrity(pinned, [*self._jobs.places(), *moving, *self._fetches.targets()])

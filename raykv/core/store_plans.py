@@ -187,6 +187,10 @@ class TierFigures:
     hits: int
     bad_reads: int
     off: str
+    tier: int = 0
+    """Its number; `BookFigures.tiers` has them in their order."""
+    shut: bool = False
+    """It is drained: nothing new goes there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from raykv.core.eviction import make_policy
 from raykv.core.slot_table import SlotState, SlotTable
 from raykv.core.store_plans import Place, Published, Row, Run, TierFigures, row_of, runs_of
 from raykv.errors import IntegrityError
-from raykv.store_messages import HASH_NBYTES, Medium
+from raykv.store_messages import HASH_NBYTES, Eviction, Medium
 
 WINDOW = 256
 """So many more of the coldest blocks than are needed are looked at for those that lie in a slower tier too. Without an
@@ -29,19 +30,29 @@ class OneTable:
         return Run(self._tier, *found) if found is not None else None
 
 
+def _nothing() -> SlotTable:
+    """In the place of a tier that was removed."""
+    return SlotTable(1, make_policy(Eviction.LRU, 1))
+
+
 class Tiers:
-    """Tables by position; 0 is the fastest. A tier that is off keeps its table and is asked nothing any more."""
+    """Tables by number, which a tier keeps while it lives. `order` lists those that are, fastest first; `serving` those
+    of them that are asked: a tier that is off keeps its table and is asked nothing any more. To a tier that is *shut*
+    nothing new goes, and nothing counts as safe because it lies there; what it has is found."""
 
     def __init__(self, tables: Sequence[SlotTable], media: Sequence[Medium]) -> None:
         if not tables or len(tables) != len(media):
             raise ValueError(f"a store needs a medium for each of its tables: {len(tables)} tables, {len(media)} media")
-        self.tables = tuple(tables)
-        self.media = tuple(media)
-        self.shared = frozenset(tier for tier, medium in enumerate(media) if medium is Medium.FS)
+        self.tables = list(tables)
+        self.media = list(media)
+        self.shared = {tier for tier, medium in enumerate(media) if medium is Medium.FS}
         """Whose blocks all nodes have: written by a move alone, when they are committed; its slots are entries."""
         for tier in self.shared:
             tables[tier].entries_only = True
-        self.serving = list(range(len(tables)))
+        self.order = list(range(len(tables)))
+        self.serving = list(self.order)
+        self.shut: set[int] = set()
+        self._position = list(self.order)  # by number: how many tiers are faster; -1: there is no such tier
         self.dropped = 0
         self.hits = [0] * len(tables)
         self.bad_reads = [0] * len(tables)
@@ -52,11 +63,23 @@ class Tiers:
     @property
     def fastest(self) -> int | None:
         """Where saves go, and what is promoted."""
-        return next((tier for tier in self.serving if tier not in self.shared), None)
+        return next((tier for tier in self.serving if tier not in self.shared and tier not in self.shut), None)
 
     def below(self, tier: int) -> int | None:
-        """The next slower tier that serves."""
-        return next((other for other in self.serving if other > tier), None)
+        """The next slower tier that serves and takes blocks."""
+        return next((other for other in self.serving if self.slower(other, tier) and other not in self.shut), None)
+
+    def slower(self, tier: int, other: int) -> bool:
+        """Whether a tier comes behind another one."""
+        return self._position[tier] > self._position[other]
+
+    def is_off(self, tier: int) -> bool:
+        """Whether its medium has failed for good."""
+        return bool(self._off[tier])
+
+    def of(self, medium: Medium) -> int | None:
+        """The number of the tier with this medium."""
+        return next((tier for tier in self.order if self.media[tier] is medium), None)
 
     def find(self, key: bytes) -> Place | None:
         """The fastest place where the block is READY."""
@@ -93,7 +116,7 @@ class Tiers:
 
     def slowest(self, n: int, rows: Sequence[Row]) -> tuple[Medium, ...]:
         """By block of a prefix: the slowest medium that a row has it in."""
-        tiers = sorted({run.tier for row in rows for run in row.runs})
+        tiers = sorted({run.tier for row in rows for run in row.runs}, key=self._position.__getitem__)
         if len(tiers) == 1:
             return (self.media[tiers[0]],) * n
         found = bytearray((tiers[0],)) * n
@@ -113,13 +136,56 @@ class Tiers:
     def backed(self, tier: int, slot: int) -> bool:
         """Whether the block of a slot is READY in a slower tier too, so that nothing is lost with the slot."""
         key = self.tables[tier].key(slot)
-        return any(other > tier and self.tables[other].find(key) is not None for other in self.serving)
+        return any(
+            self.slower(other, tier) and other not in self.shut and self.tables[other].find(key) is not None
+            for other in self.serving
+        )
 
     def key(self, place: Place) -> bytes:
         return self.tables[place.tier].key(place.slot)
 
     def is_ready(self, place: Place) -> bool:
         return self.tables[place.tier].state(place.slot) is SlotState.READY
+
+    # -- which tiers there are ------------------------------------------------------------------------------
+
+    def add(self, table: SlotTable, medium: Medium, position: int) -> int:
+        """One more tier, behind `position` others: its number."""
+        free = (number for number, at in enumerate(self._position) if at < 0)
+        tier = next(free, len(self.tables))
+        if tier == len(self.tables):
+            self.tables.append(table)
+            self.media.append(medium)
+            for by_tier in (self.hits, self.bad_reads, self._position):
+                by_tier.append(0)
+            self._off.append("")
+        self.tables[tier], self.media[tier], self._off[tier] = table, medium, ""
+        self.hits[tier] = self.bad_reads[tier] = 0
+        self.order.insert(position, tier)
+        if medium is Medium.FS:
+            self.shared.add(tier)
+            table.entries_only = True
+        self._count_positions()
+        self.serving = [one for one in self.order if one in self.serving or one == tier]
+        return tier
+
+    def remove(self, tier: int) -> None:
+        """The tier is gone: it holds nothing, and nobody has a pin there. Its number may be another one's later."""
+        if tier not in self.order or len(self.order) < 2:
+            raise IntegrityError(f"tier {tier} is no tier, or the last one")
+        if self.tables[tier].occupied_from(0):
+            raise IntegrityError(f"tier {tier} still holds something")
+        self.order.remove(tier)
+        self.shared.discard(tier)
+        self.shut.discard(tier)
+        self.tables[tier] = _nothing()
+        self.serving = [one for one in self.serving if one != tier]
+        self._count_positions()
+
+    def _count_positions(self) -> None:
+        self._position = [-1] * len(self.tables)
+        for position, tier in enumerate(self.order):
+            self._position[tier] = position
 
     # -- changes --------------------------------------------------------------------------------------------
 
@@ -218,8 +284,10 @@ class Tiers:
                 hits=self.hits[tier],
                 bad_reads=self.bad_reads[tier],
                 off=self._off[tier],
+                tier=tier,
+                shut=tier in self.shut,
             )
-            for tier, table in enumerate(self.tables)
+            for tier, table in ((tier, self.tables[tier]) for tier in self.order)
         )
 
     def check_integrity(self, pinned: dict[Place, int], writing: Sequence[Place]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from raykv.actors import cluster, controller_handle, directory_handle, ports, store_handle
+from raykv.actors import cluster, controller_handle, directory_handle, event_handle, ports, store_handle
 from raykv.actors.controller_handle import ControllerHandle
 from raykv.cluster_messages import ClusterStatus, EngineRow, EngineState, StoreRow
 from raykv.config.cluster_spec import ClusterSpec, Listen
@@ -68,6 +68,10 @@ def up(spec: ClusterSpec, tell: Tell, *, address: str | None = None, namespace: 
             controller.end(namespace)
         raise
     with _undone_on_failure(controller, before, namespace, tell):
+        if spec.events is not None:
+            tell(Progress("events", "", "ready", event_handle.open_events(spec.events, namespace).address))
+        elif event_handle.shutdown_events(namespace):
+            tell(Progress("events", "", "ended"))
         status = _wait_ready(controller, spec, tell)
         router = None
         if options is not None:
@@ -213,6 +217,8 @@ def _end(controller: ControllerHandle, namespace: str, tell: Tell, timeout: floa
         time.sleep(POLL_S)
     controller.end(namespace)
     tell(Progress("controller", "", "ended"))
+    if event_handle.shutdown_events(namespace):
+        tell(Progress("events", "", "ended"))
     if not store_handle.stores(namespace) and directory_handle.shutdown_directory(namespace):
         tell(Progress("directory", "", "ended"))  # it knew what stores hold, and there is none
 

@@ -18,6 +18,7 @@ from raykv.errors import ClusterError
 from raykv.router.asgi import RouterApp
 from raykv.router.controller_list import ControllerEngines
 from raykv.router.engine_list import StaticEngines
+from raykv.router.ray_residency import RayResidency
 
 logger = logging.getLogger("raykv")
 
@@ -30,7 +31,8 @@ BAD = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 def build(options: RouterOptions) -> RouterApp:
     """The application of one replica."""
     source = StaticEngines(options.engines) if options.engines else ControllerEngines(options.namespace)
-    return RouterApp(options, source, names_requests=False)  # Serve's proxy names them
+    cluster = RayResidency(options.namespace) if options.residency else None
+    return RouterApp(options, source, names_requests=False, cluster=cluster)  # Serve's proxy names requests
 
 
 def deploy(options: RouterOptions, timeout_s: float = DEPLOY_S) -> str:

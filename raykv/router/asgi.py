@@ -17,10 +17,12 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from raykv.config.router import RouterOptions
-from raykv.core.routing import RoutingTable, TextPrefixes
+from raykv.core.residency import LearnedPrompts
+from raykv.core.routing import RoutingTable
 from raykv.router.answers import REQUEST_ID, Headers, Refusal, first, request_headers
 from raykv.router.engine_list import EngineSource, Refresher
 from raykv.router.flow import DECODES, Flow, Request, Send
+from raykv.router.learner import Cluster, Learner
 from raykv.router.prompts import CHAT, COMPLETIONS, read_prompt
 from raykv.router.upstream import Upstream
 
@@ -49,13 +51,18 @@ class ClientGone(Exception):
 class RouterApp:
     """Answers requests from `lifespan.startup` to `lifespan.shutdown`. One event loop."""
 
-    def __init__(self, options: RouterOptions, source: EngineSource, names_requests: bool = True) -> None:
-        """`names_requests`: answers carry X-Request-Id. False where the server does that, as Ray Serve's."""
+    def __init__(
+        self, options: RouterOptions, source: EngineSource, names_requests: bool = True, cluster: Cluster | None = None
+    ) -> None:
+        """`names_requests`: answers carry X-Request-Id. False where the server does that, as Ray Serve's. `cluster`:
+        whom to ask what stores hold; None: engines are chosen by text and load alone."""
         self._options = options
         self._names_requests = names_requests
-        self.table = RoutingTable(TextPrefixes(), random.Random(), options.avoid_s)
+        self.prompts = LearnedPrompts()
+        self.table = RoutingTable(self.prompts, random.Random(), options.avoid_s)
         self._upstream = Upstream(options.connect_timeout_s, options.silence_timeout_s)
         self._flow = Flow(options, self.table, self._upstream)
+        self._learner = Learner(self.prompts, self.table, self._upstream, cluster) if cluster is not None else None
         self._refresher = Refresher(source, self.table, options.refresh_s)
         self._answers: Counter[tuple[str, int]] = Counter()
         self._in_hand = 0
@@ -73,9 +80,13 @@ class RouterApp:
         """What `lifespan.startup` does."""
         await self._upstream.__aenter__()
         await self._refresher.start()
+        if self._learner is not None:
+            self._learner.start()
 
     async def stop(self) -> None:
         """What `lifespan.shutdown` does."""
+        if self._learner is not None:
+            await self._learner.stop()
         await self._refresher.stop()
         await self._upstream.__aexit__(None, None, None)
 
@@ -145,6 +156,8 @@ class RouterApp:
         request = Request(scope["method"], _target(scope), self._headers(scope), body, own_headers=self._named(scope))
         if path in GENERATE:
             request.prompt = read_prompt(path, body, options.transport, options.min_prompt_chars)
+            if self._learner is not None:
+                self._learner.see(request.prompt)
         if not self._able() and self._refresher.problem:
             raise Refusal(503, f"{self._flow.nobody()} Also, {self._refresher.problem}.")
         return request
@@ -174,7 +187,8 @@ class RouterApp:
         for (path, status), count in sorted(self._answers.items()):
             lines.append(f'raykv_router_answers_total{{path="{path}",status="{status}"}} {count}')
         lines.append("# TYPE raykv_router_events_total counter")
-        for event, count in sorted(self._flow.counts.items()):
+        learned = self._learner.counts if self._learner is not None else {}
+        for event, count in sorted({**self._flow.counts, **learned}.items()):
             lines.append(f'raykv_router_events_total{{event="{event}"}} {count}')
         lines.append("# TYPE raykv_router_requests_in_hand gauge")
         lines.append(f"raykv_router_requests_in_hand {self._in_hand}")

@@ -61,6 +61,17 @@ NOT_FOR_PREFILL = frozenset(
     {"stream_options", "stream_interval", "min_tokens", "logprobs", "top_logprobs", "logprob_token_ids", "best_of"}
 )
 CHARS_PER_TOKEN = 4
+CHAT_PROMPT = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+"""What decides a chat's prompt, of what /tokenize takes (vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,8 @@ class Prompt:
     alone: str
     """Why the decode engine computes the prompt itself; empty: a prefill engine may."""
     prefix: Prefix
+    chars: int = 0
+    """Of the text that `prefix` is made of."""
 
     def for_prefill(self, transport: Transport) -> bytes:
         """The request that computes the prompt and as good as nothing else."""
@@ -132,7 +145,28 @@ def read_prompt(path: str, body: bytes, transport: Transport, min_chars: int) ->
         return Prompt(body, fields, is_chat, "it is nested too deep", ())
     if not alone and chars < min_chars:
         alone = f"the prompt has less than {min_chars} characters"
-    return Prompt(body, fields, is_chat, alone, cut(text, salt))
+    return Prompt(body, fields, is_chat, alone, cut(text, salt), len(text))
+
+
+def tokenize_request(prompt: Prompt) -> bytes | list[int]:
+    """What to ask an engine's /tokenize for the prompt's tokens, or the tokens themselves; empty: neither can be."""
+    fields = prompt.fields
+    if fields.get("truncate_prompt_tokens"):
+        return b""
+    if prompt.is_chat:
+        messages = fields.get("messages")
+        if not isinstance(messages, list) or not all(_only_text(message) for message in messages):
+            return b""
+        return json.dumps({key: fields[key] for key in CHAT_PROMPT if fields.get(key) is not None}).encode()
+    text = _only(fields.get("prompt"))
+    if isinstance(text, list):
+        return text if all(type(token) is int for token in text) else b""
+    if not isinstance(text, str):
+        return b""
+    wanted = {"prompt": text, "add_special_tokens": fields.get("add_special_tokens", True)}
+    if fields.get("model") is not None:
+        wanted["model"] = fields["model"]
+    return json.dumps(wanted).encode()
 
 
 def _refuse_reserved(params: Any) -> None:

@@ -23,8 +23,8 @@ import torch
 
 from raykv.errors import DiskError, StorageError
 from raykv.storage.checksum import as_bytes
-from raykv.storage.files import PAGE, open_locked, open_private, reserve, write_owner
-from raykv.storage.headers import SlotHeaders, read_geometry, table_nbytes
+from raykv.storage.files import PAGE, extend, open_locked, open_private, reserve, write_owner
+from raykv.storage.headers import Recovered, SlotHeaders, geometry, read_geometry, table_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class DiskPool:
     def __init__(self, folder: str, fds: tuple[int, int], direct: bool, headers: SlotHeaders, depth: int) -> None:
         self.folder, self.direct, self.headers = folder, direct, headers
         self.slots, self.slot_nbytes = headers.slots, headers.slot_nbytes
-        self.recovered = headers.recover()
+        self.recovered: list[Recovered] = headers.recover()
         self._fd, self._headers_fd = fds
         self._depth, self._turns = depth, threading.Semaphore(depth)
         self._bounce = threading.local()
@@ -63,7 +63,8 @@ class DiskPool:
     def open(cls, folder: str, slots: int, slot_nbytes: int, queue_depth: int = 4) -> DiskPool:
         """Open or make the pool in `folder` (made too, for this user alone) and lock it.
 
-        Files of another geometry are replaced. Raises StorageError with the fix.
+        A pool with another number of slots is brought to this one, and loses what lies beyond it; files of another slot
+        size are replaced. Raises StorageError with the fix.
         """
         if slots < 1 or slot_nbytes < 1 or slot_nbytes % PAGE:
             raise StorageError(f"A pool has at least one slot, of a multiple of {PAGE} bytes: {slots} x {slot_nbytes}.")
@@ -75,13 +76,17 @@ class DiskPool:
         with contextlib.ExitStack() as undo:
             headers_fd = open_locked(headers_path)
             undo.callback(os.close, headers_fd)
-            known = read_geometry(os.pread(headers_fd, PAGE, 0)) == (slots, slot_nbytes)
-            _prepare(headers_path, headers_fd, slots_path, slots, slot_nbytes, known)
+            left = read_geometry(os.pread(headers_fd, PAGE, 0))
+            known = left[0] if left is not None and left[1] == slot_nbytes else 0
+            found = _prepare(headers_path, headers_fd, slots_path, slots, slot_nbytes, known)
             fd, direct = _open_slots(slots_path)
             undo.callback(os.close, fd)
-            # The view keeps the mapping, and the mapping a descriptor of its own, which shares the lock.
-            headers = SlotHeaders(memoryview(mmap.mmap(headers_fd, table_nbytes(slots))), slots, slot_nbytes)
+            headers = SlotHeaders(_table(headers_fd, found), found, slot_nbytes)
             pool = cls(folder, (fd, headers_fd), direct, headers, queue_depth)
+            if found != slots:
+                pool.resize(slots)
+                pool.recovered = [one for one in pool.recovered if one.slot < slots]
+            os.ftruncate(fd, slots * slot_nbytes)  # a kill may have left more
             write_owner(headers_fd)
             undo.pop_all()
         return pool
@@ -121,6 +126,35 @@ class DiskPool:
                 buffer = self._bounce_buffer()[:pages]
                 buffer[: len(source)] = source
             self._transfer("write", buffer, start)
+
+    def resize(self, slots: int) -> None:
+        """So many slots from now on, of this owner's, one call at a time. Slots that go hold nothing, and nobody reads
+        or writes there. Raises StorageError with the fix, and changes nothing.
+
+        A kill in between leaves the geometry of before or of after, over files that are long enough for either.
+        """
+        if slots < 1:
+            raise StorageError(f"A disk tier needs at least one slot of {self.slot_nbytes} bytes.")
+        n, old = self.slot_nbytes, self.slots
+        if slots > old:
+            extend(self._fd, old * n, slots * n, os.path.join(self.folder, "raykv.slots"), _FIX)
+            if table_nbytes(slots) > table_nbytes(old):
+                try:
+                    path = os.path.join(self.folder, "raykv.headers")
+                    extend(self._headers_fd, table_nbytes(old), table_nbytes(slots), path, _FIX)
+                except StorageError:
+                    os.ftruncate(self._fd, old * n)
+                    raise
+            table = _table(self._headers_fd, slots)
+            table[table_nbytes(old) :] = bytes(table_nbytes(slots) - table_nbytes(old))  # what is behind is no header
+        else:
+            for slot in range(slots, old):
+                self.headers.clear(slot)
+            table = _table(self._headers_fd, slots)
+        os.pwrite(self._headers_fd, geometry(slots, n), 0)
+        self.headers, self.slots = self.headers.resized(table, slots), slots
+        if slots < old:  # the table stays as long as it was: somebody may just look into it
+            os.ftruncate(self._fd, slots * n)
 
     def sync(self) -> None:
         """Return when all written slots and headers are on the medium. Raises DiskError."""
@@ -204,17 +238,44 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
-def _prepare(headers_path: str, headers_fd: int, slots_path: str, slots: int, slot_nbytes: int, known: bool) -> None:
-    """Replace both files unless they are of this geometry. On an error nothing is left of them."""
+def remove_pool(folder: str) -> bool:
+    """Delete the files of a pool that nobody has open; False: somebody has, or it can't be done."""
+    path = os.path.join(folder, "raykv.headers")
+    if not os.path.exists(path):
+        return True
+    try:
+        fd = open_locked(path)
+    except StorageError:
+        return False
+    try:
+        for name in ("raykv.slots", "raykv.headers"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _table(fd: int, slots: int) -> memoryview:
+    """The view keeps the mapping, and the mapping a descriptor of its own, which shares the lock."""
+    return memoryview(mmap.mmap(fd, table_nbytes(slots)))
+
+
+def _prepare(headers_path: str, headers_fd: int, slots_path: str, slots: int, slot_nbytes: int, known: int) -> int:
+    """Replace both files unless they hold so many `known` slots; how many there are then. On an error nothing is left
+    of them."""
     fd = open_private(slots_path)
     try:
         sizes = (os.fstat(headers_fd).st_size, os.fstat(fd).st_size)
-        if known and sizes == (table_nbytes(slots), slots * slot_nbytes):
-            return
+        if known and sizes[0] >= table_nbytes(known) and sizes[1] >= known * slot_nbytes:
+            return known
         if any(sizes):
             logger.warning("%s holds a pool of another size or version: it is replaced.", os.path.dirname(slots_path))
         reserve(headers_fd, table_nbytes(slots), headers_path, _FIX)  # first: no old header over new slots
         reserve(fd, slots * slot_nbytes, slots_path, _FIX)
+        return slots
     except StorageError:
         os.unlink(slots_path)  # ours, under the lock
         os.unlink(headers_path)

@@ -81,6 +81,27 @@ def reserve(fd: int, nbytes: int, path: str, fix: str) -> None:
         ) from error
 
 
+def extend(fd: int, start: int, end: int, path: str, fix: str) -> None:
+    """Give the file the bytes from `start` to `end`, zeros where there were none, that the medium really has.
+
+    StorageError if it has not: then the file is as long as it was.
+    """
+    if end <= start:
+        return
+    before = os.fstat(fd).st_size
+    free = os.fstatvfs(fd)
+    try:
+        os.posix_fallocate(fd, start, end - start)
+    except OSError as error:
+        os.ftruncate(fd, before)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageError(f"Can't reserve {end - start} bytes for {path}: {error.strerror}.") from error
+        raise StorageError(
+            f"{path} needs {end - start} bytes ({(end - start) / 2**30:.2f} GiB) more, and {os.path.dirname(path)} has "
+            f"{free.f_bavail * free.f_frsize} free. {fix}"
+        ) from error
+
+
 def _lock(fd: int, path: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

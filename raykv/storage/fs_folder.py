@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from raykv.core.fs_limit import Listed, folder_limit, is_leftover, least_capacity, num_folders, to_evict
@@ -79,17 +79,14 @@ class SharedFolder:
         base, grouped = open_base(path)
         try:
             folders = settle_layout(path, base, num_folders(capacity, block_nbytes + HEADER_NBYTES), grouped)
-            least = least_capacity(folders, block_nbytes + HEADER_NBYTES)
-            if capacity < least:
-                raise StorageError(
-                    f"The fs tier in {path} has room for {capacity} bytes. It is spread over {folders} folders, and "
-                    f"blocks of {block_nbytes} bytes need {least} bytes there at least: give it a larger `capacity`, "
-                    "or another `path`."
-                )
-            return cls(path, base, folders, folder_limit(capacity, folders), grouped, sync)
+            return cls(path, base, folders, _limit(path, capacity, folders, block_nbytes), grouped, sync)
         except BaseException:
             os.close(base)
             raise
+
+    def resize(self, capacity: int, block_nbytes: int) -> None:
+        """All files together keep to `capacity` from now on. Raises StorageError."""
+        self.limit = _limit(self.path, capacity, self.folders, block_nbytes)
 
     def check(self) -> None:
         """Raises OSError if the directory is not what it was when it was opened."""
@@ -162,14 +159,29 @@ class SharedFolder:
         finally:
             os.close(folder)
 
-    def remove(self, key: bytes) -> None:
-        """A file is bad. Nothing happens if none is there."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    def remove(self, key: bytes) -> bool:
+        """A file is bad, or wanted by nobody. False: none is there."""
+        try:
             folder = self._folder(key)
             try:
-                os.unlink(file_name(key), dir_fd=folder)
+                return _unlink(folder, file_name(key))
             finally:
                 os.close(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def remove_all(self, index: int, fingerprints: Collection[bytes]) -> int:
+        """Remove the files of one folder whose keys begin with any of these; with none given, all. How many."""
+        try:
+            folder = self._walk(folder_names(index))
+        except FileNotFoundError:
+            return 0
+        begin = tuple(one.hex() for one in fingerprints) or ("",)
+        try:
+            blocks, _ = self._list(folder)
+            return sum(_unlink(folder, file.name) for file in blocks if file.name.startswith(begin))
+        finally:
+            os.close(folder)
 
     # -- one folder -----------------------------------------------------------------------------------------
 
@@ -294,3 +306,15 @@ def _unlink(folder: int, name: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _limit(path: str, capacity: int, folders: int, block_nbytes: int) -> int:
+    """The bytes of one folder. Raises StorageError if that is too little."""
+    least = least_capacity(folders, block_nbytes + HEADER_NBYTES)
+    if capacity < least:
+        raise StorageError(
+            f"The fs tier in {path} has room for {capacity} bytes. It is spread over {folders} folders, and "
+            f"blocks of {block_nbytes} bytes need {least} bytes there at least: give it a larger `capacity`, "
+            "or another `path`."
+        )
+    return folder_limit(capacity, folders)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from raykv.admin_messages import NO_TENANT
 from raykv.storage.headers import Header, SlotState
 
 _FREE = Header(SlotState.FREE)
@@ -20,10 +21,17 @@ class KnownFiles:
         self._headers: list[Header] = [_FREE] * slots
         self._seen_at = [0.0] * slots
 
-    def publish(self, slot: int, key: bytes, nbytes: int, checksum: int | None) -> None:
-        """The file was there just now."""
+    def publish(self, slot: int, key: bytes, nbytes: int, checksum: int | None, tenant: bytes = NO_TENANT) -> None:
+        """The file was there just now. `tenant` is known for what this node wrote: files don't say it."""
         self._seen_at[slot] = time.monotonic()
-        self._headers[slot] = Header(SlotState.READY, key, nbytes, checksum)
+        self._headers[slot] = Header(SlotState.READY, key, nbytes, checksum, tenant=tenant)
+
+    def grow(self, slots: int) -> None:
+        """So many entries from now on, not fewer than before."""
+        more = max(0, slots - self.slots)
+        self._seen_at += [0.0] * more
+        self._headers += [_FREE] * more
+        self.slots += more
 
     def seen(self, slot: int) -> None:
         """The file was there just now, once more."""

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -43,6 +43,8 @@ LOOK_THREADS = 16
 """Round trips at the same time. By open, read and close, half a millisecond each, that is 10 000 files a second."""
 MAX_KNOWN = 1 << 18
 """Entries, at about 350 bytes. What is not known is asked for again."""
+REMOVE_AT_ONCE = 64
+"""Files that one call with a time limit removes."""
 SWEEP_S = 1.0
 """A folder at a time. That is for what killed writers leave; who writes trims his folder himself."""
 _FATAL = FATAL | {errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ESHUTDOWN, errno.ENOTCONN}
@@ -169,6 +171,24 @@ class FsPool:
         self._count("written", written)
         return written
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove the files of these keys, for all nodes; how many there were. Raises DiskError."""
+        folder = self._opened()
+        removed = 0
+        for at in range(0, len(keys), REMOVE_AT_ONCE):
+            some = keys[at : at + REMOVE_AT_ONCE]
+            removed += self._run("removal", lambda some=some: sum(map(folder.remove, some)), None)  # type: ignore[misc]
+        return removed
+
+    def remove_all(self, fingerprints: Collection[bytes]) -> int:
+        """Remove all files of these fingerprints, with none given all files; how many. Lists every folder. Raises
+        DiskError."""
+        folder = self._opened()
+        removed = 0
+        for index in range(folder.folders):
+            removed += self._run("removal", lambda at=index: folder.remove_all(at, fingerprints), None)  # type: ignore[misc]
+        return removed
+
     def look(self, key: bytes) -> Future[BlockFile | None]:
         """Ask what is there under the key; the future has it, None for nothing, or a DiskError. Does not block."""
         folder = self._opened()
@@ -196,6 +216,15 @@ class FsPool:
                 raise DiskError(f"The folder {self.path} is gone: {error.strerror}.", fatal=True) from error
 
         return self._looks.submit(check)
+
+    def resize(self, capacity: int) -> int:
+        """All nodes' files may hold so many bytes, as far as this node is concerned; how many entries there are then.
+        They only become more. Raises StorageError, and changes nothing."""
+        folder = self._opened()
+        folder.resize(capacity, self.slot_nbytes)
+        self.slots = max(self.slots, min(MAX_KNOWN, capacity // self.slot_nbytes))
+        self.headers.grow(self.slots)
+        return self.slots
 
     def close(self, remove: bool = False) -> None:
         """Let go of the directory; its files stay. Calls that hang are left to themselves."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from raykv.admin_messages import NO_TENANT, TENANT_NBYTES
 from raykv.errors import StorageError
 from raykv.store_messages import KEY_NBYTES
 
@@ -34,13 +35,16 @@ VERSION = 1
 _MAGIC = b"RAYKVSLT"
 _GEOMETRY = struct.Struct("<8sQQQ")  # magic, version, slots, slot_nbytes
 _CHECK = struct.Struct("<Q")
-_BODY = struct.Struct(f"<BB6xQQQ{KEY_NBYTES}s{88 - KEY_NBYTES}x")  # state, has_checksum, generation, nbytes, checksum
+# state, has_checksum, generation, nbytes, checksum, key, tenant. Tables of before tenants have zeros there, which is
+# nobody: they are as good as new ones, and RayKV of that time reads new ones.
+_TENANT_AT = 88
+_BODY = struct.Struct(f"<BB6xQQQ{KEY_NBYTES}s{_TENANT_AT - 32 - KEY_NBYTES}x{TENANT_NBYTES}s24x")
 _WORDS = struct.Struct("<15Q")
 _DTYPE = np.dtype(
     {
-        "names": ["state", "has_checksum", "generation", "nbytes", "checksum", "key", "check"],
-        "formats": ["u1", "u1", "<u8", "<u8", "<u8", f"V{KEY_NBYTES}", "<u8"],
-        "offsets": [0, 1, 8, 16, 24, 32, 120],
+        "names": ["state", "has_checksum", "generation", "nbytes", "checksum", "key", "tenant", "check"],
+        "formats": ["u1", "u1", "<u8", "<u8", "<u8", f"V{KEY_NBYTES}", f"V{TENANT_NBYTES}", "<u8"],
+        "offsets": [0, 1, 8, 16, 24, 32, _TENANT_AT, 120],
         "itemsize": RECORD_NBYTES,
     }
 )
@@ -58,13 +62,14 @@ class SlotState(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """One believable header. `checksum` is None where the writer kept none."""
+    """One believable header. `checksum` is None where the writer kept none. `tenant`: whose block it is."""
 
     state: SlotState
     key: bytes = b""
     nbytes: int = 0
     checksum: int | None = None
     generation: int = 0
+    tenant: bytes = NO_TENANT
 
 
 class Recovered(NamedTuple):
@@ -74,6 +79,7 @@ class Recovered(NamedTuple):
     key: bytes
     nbytes: int
     checksum: int
+    tenant: bytes = NO_TENANT
 
 
 class SlotHeaders:
@@ -94,13 +100,13 @@ class SlotHeaders:
             self._format()
         self._generations = itertools.count(1)  # its `next` is atomic
 
-    def publish(self, slot: int, key: bytes, nbytes: int, checksum: int | None) -> None:
+    def publish(self, slot: int, key: bytes, nbytes: int, checksum: int | None, tenant: bytes = NO_TENANT) -> None:
         """The slot's first `nbytes` bytes are in place and are this key's. `checksum` None: not kept, so not
         recovered. Call `clear` before the bytes are written.
         """
-        if len(key) != KEY_NBYTES or not 0 <= nbytes <= self.slot_nbytes:
+        if len(key) != KEY_NBYTES or len(tenant) != TENANT_NBYTES or not 0 <= nbytes <= self.slot_nbytes:
             raise ValueError(f"A key of {len(key)} bytes, a block of {nbytes} in slots of {self.slot_nbytes}.")
-        self._write(slot, SlotState.READY, key, nbytes, checksum, next(self._generations))
+        self._write(slot, SlotState.READY, key, nbytes, checksum, next(self._generations), tenant)
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing. It must not be read any more, and may be overwritten from now on."""
@@ -115,10 +121,10 @@ class SlotHeaders:
         start = self._start(slot)
         body = bytes(self._buffer[start : start + _BODY.size])
         (check,) = _CHECK.unpack_from(self._buffer, start + _BODY.size)
-        state, has_checksum, generation, nbytes, checksum, key = _BODY.unpack(body)
+        state, has_checksum, generation, nbytes, checksum, key, tenant = _BODY.unpack(body)
         if state not in (SlotState.READY, SlotState.QUARANTINED) or check != _record_check(slot, body):
             return Header(SlotState.FREE)
-        return Header(SlotState(state), key, nbytes, checksum if has_checksum else None, generation)
+        return Header(SlotState(state), key, nbytes, checksum if has_checksum else None, generation, tenant)
 
     def recover(self) -> list[Recovered]:
         """The slots that an earlier process published, each key once: of two the later one.
@@ -143,7 +149,7 @@ class SlotHeaders:
         keep[ready[places]] = True
         keep[believed[state == SlotState.QUARANTINED]] = True
         table["state"][used[~keep[used]]] = SlotState.FREE
-        fields = (ready[places], chosen["key"], chosen["nbytes"], chosen["checksum"])
+        fields = (ready[places], chosen["key"], chosen["nbytes"], chosen["checksum"], chosen["tenant"])
         with _no_collector():  # a million tuples would start it again and again: 0.7 s instead of 0.2
             return list(map(Recovered._make, zip(*(field.tolist() for field in fields), strict=True)))
 
@@ -153,13 +159,29 @@ class SlotHeaders:
         found = np.flatnonzero(table["state"] == SlotState.QUARANTINED)
         return found[_record_checks(table, found) == table["check"][found]].tolist()
 
+    def resized(self, buffer: memoryview, slots: int) -> SlotHeaders:
+        """The same table with so many slots, over a buffer of the same file, whose geometry says so already. Who has
+        this one may go on to use it for slots that are in both."""
+        other = SlotHeaders(buffer, slots, self.slot_nbytes)
+        other._generations = self._generations
+        return other
+
     def release(self) -> None:
         """Let go of the buffer, so that its owner can unmap it. The headers must not be used after."""
         self._buffer.release()
 
-    def _write(self, slot: int, state: SlotState, key: bytes, nbytes: int, checksum: int | None, gen: int) -> None:
+    def _write(
+        self,
+        slot: int,
+        state: SlotState,
+        key: bytes,
+        nbytes: int,
+        checksum: int | None,
+        generation: int,
+        tenant: bytes = NO_TENANT,
+    ) -> None:
         start = self._start(slot)
-        body = _BODY.pack(state, checksum is not None, gen, nbytes, checksum or 0, key)
+        body = _BODY.pack(state, checksum is not None, generation, nbytes, checksum or 0, key, tenant)
         self._buffer[start : start + RECORD_NBYTES] = body + _CHECK.pack(_record_check(slot, body))
 
     def _start(self, slot: int) -> int:
@@ -173,14 +195,19 @@ class SlotHeaders:
     def _format(self) -> None:
         self._buffer[:PAGE] = bytes(PAGE)  # not a table, until it is a whole one
         self._table().view(np.uint8)[:] = 0
-        body = _GEOMETRY.pack(_MAGIC, VERSION, self.slots, self.slot_nbytes)
-        geometry = body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
-        self._buffer[: len(geometry)] = geometry
+        page = geometry(self.slots, self.slot_nbytes)
+        self._buffer[: len(page)] = page
 
 
 def table_nbytes(slots: int) -> int:
     """The bytes of a table for so many slots, in whole pages."""
     return PAGE + -(-slots * RECORD_NBYTES // PAGE) * PAGE
+
+
+def geometry(slots: int, slot_nbytes: int) -> bytes:
+    """What the first page of a table begins with."""
+    body = _GEOMETRY.pack(_MAGIC, VERSION, slots, slot_nbytes)
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def read_geometry(page: bytes) -> tuple[int, int] | None:

@@ -97,8 +97,8 @@ class Transfer:
 class _Peer:
     """A remote agent as NIXL knows it. `flying`: transfers that have not ended. `over`: forget it behind them."""
 
-    def __init__(self, agent: str) -> None:
-        self.agent, self.flying, self.over = agent, 0, False
+    def __init__(self, agent: str, metadata: bytes) -> None:
+        self.agent, self.metadata, self.flying, self.over = agent, metadata, 0, False
 
 
 class NixlTransport:
@@ -118,8 +118,7 @@ class NixlTransport:
         try:
             self.agent: Any = self.nixl.nixlAgent(name, self._config())
             self.agent.createBackend("UCX", {})
-            descriptions = [(one.data_ptr(), one.nbytes, 0, "") for one in regions]
-            self.agent.registerMem(self.nixl.nixlRegDList(self.nixl.DRAM_SEG, descriptions), [])
+            self.agent.registerMem(self._described([(one.data_ptr(), one.nbytes) for one in regions]), [])
             self.metadata = bytes(self.agent.getLocalMD())
         except Exception as error:
             raise TransportError(MISSING.format(why=f"{type(error).__name__}: {error}")) from error
@@ -131,11 +130,40 @@ class NixlTransport:
         config.syncMode = self.nixl.NIXL_THREAD_SYNC_STRICT
         return config
 
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        """More memory (addresses, bytes) that is read into, and that peers may read. `metadata` is another then. Raises
+        TransportError, and none of it is registered."""
+        try:
+            self.agent.registerMem(self._described(regions), [])
+            self.metadata = bytes(self.agent.getLocalMD())
+        except Exception as error:
+            raise TransportError(f"NIXL can't register more memory: {error}") from error
+
+    def unregister(self, regions: Sequence[tuple[int, int]]) -> None:
+        """These, as they were registered, are no region any more. No transfer of this process may go there; a peer
+        that reads there gets an error, or bytes that are not what they were said to be."""
+        for region in regions:
+            try:
+                self.agent.deregisterMem(self._described([region]), [])
+            except Exception as error:
+                raise TransportError(f"NIXL does not let go of memory: {error}") from error
+        self.metadata = bytes(self.agent.getLocalMD())
+
+    def _described(self, regions: Sequence[tuple[int, int]]) -> Any:
+        return self.nixl.nixlRegDList(self.nixl.DRAM_SEG, [(address, nbytes, 0, "") for address, nbytes in regions])
+
     def know(self, peer: str, metadata: bytes) -> None:
-        """Make a peer's agent known, under a name of the caller's. Raises TransportError if it can't be reached."""
+        """Make a peer's agent known, under a name of the caller's; again, if its memory has changed since. Raises
+        TransportError if it can't be reached."""
         with self._lock:
             known = self._peers.get(peer)
             if known is not None and not known.over:
+                if known.metadata != metadata:
+                    try:
+                        self.agent.loadRemoteMD(metadata)
+                    except Exception as error:
+                        raise TransportError(f"The memory of {peer} has changed, and NIXL fails: {error}") from error
+                    known.metadata = metadata
                 return
             if known is not None and known.flying:
                 raise TransportError(f"Reads from {peer} that failed have not ended yet.")
@@ -143,7 +171,7 @@ class NixlTransport:
                 name = self.agent.loadRemoteMD(metadata)
             except Exception as error:
                 raise TransportError(f"{peer} can't be reached by NIXL: {error}") from error
-            self._peers[peer] = _Peer(name.decode() if isinstance(name, bytes) else str(name))
+            self._peers[peer] = _Peer(name.decode() if isinstance(name, bytes) else str(name), metadata)
 
     def knows(self, peer: str) -> bool:
         with self._lock:

@@ -24,6 +24,7 @@ from raykv.connector.tier_lookups import Outcome, TierLookUps
 from raykv.connector.tier_metadata import TierLoad, TierMetadata, TierWorkerMeta
 from raykv.connector.tier_stats import TierStats, loaded
 from raykv.connector.tier_worker import TierWorker, WorkerFacts
+from raykv.engine_messages import Why
 from raykv.errors import ConfigError, IntegrityError, StoreError
 from raykv.store_messages import (
     HASH_NBYTES,
@@ -50,6 +51,8 @@ R = RequestId("r")
 
 
 class Asker:
+    store = "raykv-store-default-00"
+
     def __init__(self) -> None:
         self.asked: list[RequestId] = []
         self.answers: list[LookedUp] = []
@@ -106,6 +109,23 @@ def test_the_answer_to_an_older_question_of_the_request_is_not_taken(order: tupl
         asker.answer(number, 7 - number)
     assert book.poll(R, 0.2) == (Outcome.HELD, 6)
     assert asker.released == [0]
+
+
+def test_why_it_is_a_miss_is_known() -> None:
+    asker, found = look_ups()
+    assert found.why_missed(R) is None
+    found.ask(R, b"x" * HASH_NBYTES, 0.0)
+    assert found.why_missed(R) is None, "nothing is known yet"
+    assert found.poll(R, 2.0) == (Outcome.MISS, 0) and found.why_missed(R) is Why.TIMED_OUT
+    found.ask(R, b"x" * HASH_NBYTES, 3.0)
+    asker.answer(1, 0)
+    assert found.poll(R, 3.1) == (Outcome.MISS, 0) and found.why_missed(R) is None, "nothing was found"
+    asker.store = ""
+    found.ask(R, b"x" * HASH_NBYTES, 4.0)
+    asker.answer(2, 0)
+    assert found.poll(R, 4.1) == (Outcome.MISS, 0) and found.why_missed(R) is Why.CHILD_OFF
+    found.drop(R)
+    assert found.why_missed(R) is None
 
 
 def test_a_lease_is_given_back_once() -> None:
@@ -314,8 +334,8 @@ def test_keys_have_one_size_and_salts_part_them() -> None:
 AS_THE_BASE = {
     "role", "has_connector_metadata", "supports_divergent_local_hybrid_hits", "requires_kv_delivery",
     "requires_piecewise_for_cudagraph", "get_required_kvcache_layout", "get_finished_count", "bind_gpu_block_pool",
-    "get_loaded_kv_cache_group_ids", "register_finished_partial_tail", "take_events", "set_host_xfer_buffer_ops",
-    "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "get_handshake_metadata",
+    "get_loaded_kv_cache_group_ids", "register_finished_partial_tail", "set_host_xfer_buffer_ops",
+    "set_xfer_handshake_metadata",
     "handle_preemptions", "finish_forward", "reset_capture_state", "get_block_ids_with_load_errors",
     "get_kv_connector_kv_cache_events",
 }  # fmt: skip
@@ -330,7 +350,7 @@ def test_each_hook_was_decided_about() -> None:
     known = public_hooks(KVConnectorBase_V1) | public_hooks(SupportsHMA)
     own = {name for name in vars(TierConnector) if not name.startswith("_")}
     assert known - own == AS_THE_BASE
-    assert own - known == NEW_IN_033 | {"raykv_is_inner"}
+    assert own - known == NEW_IN_033 | {"raykv_is_inner", "raykv_part", "raykv_facts", "raykv_key_salt"}
 
 
 def test_signatures_are_those_of_the_base() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raykv.admin_messages import NO_TENANT
 from raykv.errors import StorageError
 from raykv.storage.headers import PAGE, RECORD_NBYTES, Recovered, SlotHeaders, SlotState, read_geometry, table_nbytes
 from raykv.store_messages import KEY_NBYTES
@@ -46,7 +47,23 @@ def test_what_was_published_is_found_again() -> None:
     headers, recovered = table.again()
     assert not headers.fresh
     assert sorted(recovered) == [Recovered(0, key(2), 0, 0), Recovered(3, key(1), 5000, 0xFFFF_FFFF_FFFF_FFFF)]
-    assert headers.read(3) == (SlotState.READY, key(1), 5000, 0xFFFF_FFFF_FFFF_FFFF, 1)
+    assert headers.read(3) == (SlotState.READY, key(1), 5000, 0xFFFF_FFFF_FFFF_FFFF, 1, NO_TENANT)
+
+
+def test_a_slot_says_whose_it_is_and_a_table_of_before_is_as_good() -> None:
+    table, whose = Table(), bytes(range(1, 9))
+    table.headers.publish(3, key(1), 50, 7, whose)
+    table.headers.publish(4, key(2), 50, 8)
+    # A record as it was written when there were no tenants: the bytes are zeros, and the check covered them.
+    start = PAGE + 4 * RECORD_NBYTES
+    assert table.memory[start + 32 + KEY_NBYTES : start + 120] == bytes(120 - 32 - KEY_NBYTES)
+    headers, recovered = table.again()
+    assert sorted(recovered) == [Recovered(3, key(1), 50, 7, whose), Recovered(4, key(2), 50, 8, NO_TENANT)]
+    assert headers.read(3).tenant == whose and headers.read(4).tenant == NO_TENANT
+    table.memory[PAGE + 3 * RECORD_NBYTES + 90] ^= 1
+    assert table.again()[0].read(3).state is SlotState.FREE, "a flipped tenant is no tenant"
+    with pytest.raises(ValueError):
+        headers.publish(5, key(3), 5, 7, b"short")
 
 
 def test_a_cleared_slot_is_not_found() -> None:

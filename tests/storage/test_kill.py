@@ -60,7 +60,7 @@ def test_after_a_kill_the_lock_is_free_and_only_whole_blocks_are_good(medium: st
         child.wait()
         child.stdout.close()
         pool: Any = open_pool(path, slots, nbytes)
-        for slot, key, size, expected in pool.recovered:
+        for slot, key, size, expected, _ in pool.recovered:
             if medium == "host":
                 block = pool.slots[slot]
             else:

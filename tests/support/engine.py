@@ -179,6 +179,7 @@ class Engine:
         kv_transfer_params: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         ignore_eos: bool = True,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Pending:
         """Greedy unless told otherwise; `sampling` are fields of vLLM's SamplingParams.
@@ -199,6 +200,7 @@ class Engine:
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "request_id": request_id,
             "sampling": sampling,
+            "cache_salt": cache_salt,
         }
         return self._call("generate", arguments, number, request_id)
 

@@ -68,10 +68,14 @@ class Server:
             traceback.print_exc()
             self.send(call=call, error=f"{type(error).__name__}: {error}")
 
-    async def generate(self, call: int, prompt: Any, request_id: str, sampling: dict[str, Any]) -> Any:
+    async def generate(
+        self, call: int, prompt: Any, request_id: str, sampling: dict[str, Any], cache_salt: str = ""
+    ) -> Any:
         from vllm import SamplingParams
 
         inputs = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if cache_salt:
+            inputs["cache_salt"] = cache_salt
         begun = time.perf_counter()
         first: float | None = None
         last: Any = None

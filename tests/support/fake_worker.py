@@ -366,6 +366,12 @@ class Bench:
         return self.half.quiet and not self.scheduler.has_requests() and not self._in_flight
 
     @property
+    def stories(self) -> Any:
+        """Where the tokens of the requests came from (`core.stories`)."""
+        half: Any = self.half
+        return half.stories if hasattr(half, "stories") else half.loads.stories
+
+    @property
     def free_blocks(self) -> int:
         return self.pool.get_num_free_blocks()
 
@@ -402,6 +408,10 @@ class Bench:
                 right = right[: len(result.tokens)]
             assert result.tokens == right, f"{name}: wrong tokens"
         assert all(not heard.sent for heard in self.heard), "vLLM heard a finished_sending"
+        self.stories.check_integrity()
+        assert not self.stories.running, "stories of requests that have ended go on"
+        prompts = sum(len(result.prompt) for result in self.results.values())
+        assert self.stories.prompt_tokens == prompts, "tokens by source are not those of all prompts"
         assert not self.violations, "\n".join(self.violations)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from raykv.actors.connector_host import ConnectorHost
 from raykv.connector import start_up, supervisor, worker_setup
+from raykv.connector.desk_link import DeskLink
 from raykv.errors import HostDied, HostRaised, HostTimeout, RayKVError
 from raykv.messages import HostReport, HostStatus, StepRecord
 from raykv.types import Incarnation, Rank
@@ -194,6 +195,7 @@ class Hosts:
         monkeypatch.setattr(start_up, "cluster", cluster)
         monkeypatch.setattr(start_up, "RayHostWatch", lambda *args, **kwargs: self)
         monkeypatch.setattr(worker_setup, "HostLauncher", self._launcher)
+        monkeypatch.setattr(DeskLink, "start", lambda link: None)
         monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.005)
         monkeypatch.setattr(supervisor, "LOOK_AT_LIVING_EVERY_S", 0.005)
 

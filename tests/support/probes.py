@@ -102,3 +102,12 @@ def store_settle(_: Any, name: str, timeout_s: float = 30.0) -> None:
             raise AssertionError(f"the store does not come to rest: {status}")
         time.sleep(0.1)
     store.call("check_integrity", timeout=30)
+
+
+def check_connector(core: Any) -> dict[str, Any]:
+    """Of a MultiConnector that nothing is asked of: its chain; it owes nothing and waits for nothing."""
+    half = core.scheduler.connector._scheduler
+    half.check_integrity()
+    assert not half.chain.busy, f"orders are open: {half.chain.states()}"
+    assert half.quiet, "something is owed or pinned"
+    return {"chain": [child.name for child in half.children]}

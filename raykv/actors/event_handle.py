@@ -1,0 +1,140 @@
+"""The event stream as a Ray actor: found or started by name, ended. Part of RayKV's edge to Ray.
+
+As the Directory: detached, restarted by Ray, on the head's node. Off in a cluster until somebody opens it; stores find
+it within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import ray
+
+from raykv.actors import directory_handle, handles
+from raykv.actors.directory_call import FindDirectory
+from raykv.actors.directory_handle import DirectoryHandle
+from raykv.actors.host_base import HostInfo, compare_versions
+from raykv.actors.processes import Pidfd
+from raykv.errors import ClusterError, HostError, RayKVError
+from raykv.event_messages import EventsOptions, EventsStatus
+
+NAME = "raykv-events"
+GROUPS = {"publish": 1, handles.CONTROL_GROUP: 2}
+OPEN_S = 60.0
+LISTEN_S = 5.0
+CALL_S = 10.0
+POLL_S = 0.1
+
+
+class EventsHandle(DirectoryHandle):
+    """Implements `directory_call.DirectoryCaller`: a call goes to whatever life of the stream's actor there is."""
+
+    name = NAME
+    label = "EventStream"
+
+
+def open_events(options: EventsOptions, namespace: str = "raykv", timeout: float = OPEN_S) -> EventsStatus:
+    """Have the stream with these options: find it, start it, or start it anew if it has others.
+
+    Blocks until it listens. Raises ClusterError with the fix; then none runs that this call has started.
+    """
+    directory_handle.check("found or started", "The event stream")
+    wanted = [options.host, options.port, options.int_hashes]
+    try:
+        handle = find_events(namespace)
+        if handle is not None and list(handle.call("info", timeout=timeout)["options"]) != wanted:
+            shutdown_events(namespace)
+            handle = None
+        fresh = handle is None
+        if handle is None:
+            handle = _started(options, namespace, timeout)
+    except RayKVError as error:
+        raise ClusterError(f"The event stream of this cluster can't be used: {error}") from error
+    except Exception as error:
+        raise ClusterError(f"The event stream could not be started: {type(error).__name__}: {error}") from error
+    status = _listening(handle)
+    if status.problem and fresh:
+        shutdown_events(namespace)
+    if status.problem:
+        raise ClusterError(
+            f"The event stream can't listen: {status.problem}. Choose another `port` (it takes two, that one and the "
+            "next), or end what listens there."
+        )
+    return status
+
+
+def find_events(namespace: str = "raykv", timeout: float = directory_handle.FIND_S) -> EventsHandle | None:
+    """The stream that runs; None: there is none. Raises ClusterError, HostTimeout or another RayKVError."""
+    directory_handle.check("found", "The event stream")
+    try:
+        return _answering(ray.get_actor(NAME, namespace), timeout)
+    except ValueError:
+        return None
+
+
+def finder(namespace: str = "raykv") -> FindDirectory:
+    """`find_events`, for a store's feed. It can be pickled."""
+    return partial(find_events, namespace)
+
+
+def status(namespace: str = "raykv") -> EventsStatus | None:
+    """Its figures; None: there is none. Raises RayKVError."""
+    handle = find_events(namespace)
+    found: EventsStatus | None = handle.call("status", timeout=CALL_S) if handle is not None else None
+    return found
+
+
+def shutdown_events(namespace: str = "raykv", timeout: float = CALL_S) -> bool:
+    """End the stream for good; whether there was one. Needs the head."""
+    try:
+        actor = ray.get_actor(NAME, namespace)
+    except ValueError:
+        return False
+    process = None
+    with contextlib.suppress(HostError):
+        info = EventsHandle(actor).call("info", timeout=timeout)
+        if info["node_id"] == handles.runtime_ids()[0]:
+            process = Pidfd.open(info["pid"], info["started"])
+        EventsHandle(actor).call("close", timeout=timeout)  # gives the ports back
+    ray.kill(actor, no_restart=True)
+    if process is not None and not process.wait(1.0):
+        process.signal(signal.SIGKILL)  # Ray's own kill is asked for, not enforced
+        process.wait(timeout)
+    return True
+
+
+def _started(options: EventsOptions, namespace: str, timeout: float) -> EventsHandle:
+    from raykv.actors.event_stream import EventStream  # ZMQ, which stores and the command line do without
+
+    actor = (
+        ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(EventStream)
+        .options(
+            name=NAME,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            resources=directory_handle.place(),
+        )
+        .remote(options, directory_handle.nodes, own_process=True)
+    )
+    return _answering(actor, timeout)
+
+
+def _listening(handle: EventsHandle) -> EventsStatus:
+    """Once it listens; or as it is after LISTEN_S, since what runs is a port that somebody else has."""
+    deadline = time.monotonic() + LISTEN_S
+    while True:
+        found: EventsStatus = handle.call("status", timeout=CALL_S)
+        if not found.problem or time.monotonic() > deadline:
+            return found
+        time.sleep(POLL_S)
+
+
+def _answering(actor: Any, timeout: float) -> EventsHandle:
+    handle = EventsHandle(actor)
+    compare_versions(NAME, HostInfo.from_wire(handle.call("info", timeout=timeout)))
+    return handle

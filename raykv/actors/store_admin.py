@@ -1,0 +1,430 @@
+"""What operators see of a store's content and do to it: `NodeStore`'s methods of the concurrency group "admin".
+
+Any thread. What reads or changes many blocks does so a part at a time, each in a short hold of the book's lock, so that
+look-ups come in between. Bad input raises StoreError with one sentence, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from raykv.actors.peer_order import FromPeers
+from raykv.actors.peer_tier import PeerTier
+from raykv.actors.store_notes import KeptPin, Notes, NotesFile
+from raykv.actors.store_operations import Operations
+from raykv.actors.store_reads import Prefetch, Verify
+from raykv.actors.store_sessions import Sessions
+from raykv.actors.store_shared import SharedLookUps
+from raykv.actors.store_stock import Stock
+from raykv.actors.store_why import Places, known_heads
+from raykv.admin_messages import (
+    NO_TENANT,
+    Absence,
+    BlockPlace,
+    Done,
+    ModelView,
+    Operation,
+    OperationKind,
+    OperationState,
+    PinView,
+    Selection,
+    StoreView,
+    TenantView,
+)
+from raykv.core.known_models import KnownModel, KnownModels
+from raykv.core.operator_pins import Pin
+from raykv.core.selections import Chosen, checked_tenant, chosen
+from raykv.core.store_plans import Published
+from raykv.engine_messages import Why
+from raykv.errors import DiskError, StoreError
+from raykv.store_messages import Medium, RankAttach, StoreSpec
+from raykv.types import StoreLife
+
+logger = logging.getLogger("raykv")
+
+LONGEST_PIN_S = 366 * 86400.0
+NOTE_LEN = 1000
+SHOWN_TENANTS = 1000
+"""The largest; `StoreView.more["tenants"]` has how many there are."""
+MOST_QUOTA = 1 << 62
+
+
+class StoreAdmin:
+    """One per store, also before its pools are open: then it holds nothing. `opened` and `close` once each."""
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        host: Path,
+        life: StoreLife,
+        sessions: Sessions,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`host`: the host tier's file. `clock`: seconds since the epoch."""
+        self._spec, self._life, self._sessions, self._clock = spec, life, sessions, clock
+        self._file = NotesFile(spec, host)
+        self.models = KnownModels()
+        """Those whose blocks may be here."""
+        self._quotas: dict[bytes, int] = {}
+        self._stock: Stock | None = None
+        self._turn = threading.RLock()  # one change at a time, and the file with it
+        self.operations_of = Operations(clock)
+        """Where the owner of other kinds of operations adds its own (`add`)."""
+
+    # -- the store's own calls ------------------------------------------------------------------------------
+
+    def opened(self, stock: Stock) -> None:
+        """The pools are open and recovered: what the life before had noted holds again."""
+        with self._turn:
+            self._stock = stock
+            notes = self._file.read()
+            for model in (*notes.models, *self.models.all()):
+                self.models.learn(model)
+            for tag, nbytes in notes.quotas.items():
+                self._set_quota(stock, tag, nbytes)
+            for pin in notes.pins:
+                self._pin_again(stock, pin)
+
+    def _pin_again(self, stock: Stock, kept: KeptPin) -> None:
+        book = stock.book
+        if kept.expires <= self._clock() or book.contents.pins.get(kept.number) is not None:
+            return
+        try:
+            with stock.lock:
+                book.contents.pins.begin(kept.number, kept.expires, kept.note)
+                for medium, keys in kept.keys:
+                    book.contents.pins.add(kept.number, book.lying(keys, medium))
+        except StoreError as error:  # the tier is smaller by now: what fits stays
+            logger.warning("a pin of the store's life before is kept in part: %s", error)
+
+    def attached(self, attach: RankAttach) -> None:
+        """A worker has joined: its facts are known from now on."""
+        model = KnownModel(attach.fingerprint, attach.model, attach.facts, len(attach.groups))
+        with self._turn:
+            if self.models.learn(model) and self._stock is not None:
+                self._note()
+
+    def tick(self) -> None:
+        """Once a second: pins end."""
+        stock = self._stock
+        if stock is None:
+            return
+        with stock.lock:
+            late = stock.book.contents.pins.expire(self._clock())
+            for pin in late:
+                for key in pin.places:
+                    stock.book.contents.absences.note(key, Why.EXPIRED)
+        if late:
+            with self._turn:
+                self._note()
+
+    def close(self) -> None:
+        """No operation begins any more, and none runs. Before the pools are closed."""
+        self.operations_of.close()
+        with self._turn:
+            self._stock = None
+
+    def host_removed(self) -> None:
+        """The host tier's memory was given back for good."""
+        self._file.host_removed()
+
+    def _note(self) -> None:
+        """Write down what the next life must know. `_turn` is held."""
+        stock = self._stock
+        if stock is None:
+            return
+        media = stock.book.media
+        with stock.lock:
+            pins = [(pin, dict(pin.places)) for pin in stock.book.contents.pins.all()]
+        kept = []
+        for pin, places in pins:
+            by_medium: dict[Medium, list[bytes]] = {}
+            for key, place in places.items():
+                by_medium.setdefault(media[place.tier], []).append(key)
+            rows = tuple((medium, tuple(keys)) for medium, keys in by_medium.items())
+            kept.append(KeptPin(pin.number, pin.expires, pin.note, rows))
+        self._file.write(Notes(self.models.all(), dict(self._quotas), tuple(kept)))
+
+    # -- questions ------------------------------------------------------------------------------------------
+
+    def view(self) -> StoreView:
+        """What the store holds, by model and by tenant, its pins and operations. A short hold of the lock."""
+        operations, stock = self.operations_of.all(), self._stock
+        engines = self._engines()
+        if stock is None:
+            models = tuple(self._model(one, 0, 0, engines) for one in sorted({*self._fingerprints(), *engines}))
+            return StoreView(self._life, self._spec.name, models, operations=operations)
+        slot_nbytes, contents = stock.tiers.slot_nbytes, stock.book.contents
+        with stock.lock:
+            blocks = contents.census.blocks(stock.book.own_tiers)
+            tenants = [(one.tag, one.slots, one.refused) for one in contents.tenants.all()]
+            pins = tuple(self._pin_view(pin, slot_nbytes) for pin in contents.pins.all())
+            absences = len(contents.absences)
+        known = sorted({*self._fingerprints(), *engines, *blocks})
+        models = tuple(self._model(one, blocks.get(one, 0), slot_nbytes, engines) for one in known)
+        quotas = dict(self._quotas)
+        tenants.sort(key=lambda one: (one[0] in quotas, one[1]), reverse=True)
+        views = tuple(
+            TenantView(tag.hex(), slots, slots * slot_nbytes, quotas.get(tag), refused)
+            for tag, slots, refused in tenants[:SHOWN_TENANTS]
+        )
+        more = {"tenants": len(tenants), "slot_nbytes": slot_nbytes}
+        return StoreView(self._life, self._spec.name, models, views, pins, operations, absences, more)
+
+    def _fingerprints(self) -> list[bytes]:
+        return [model.fingerprint for model in self.models.all()]
+
+    def _engines(self) -> dict[bytes, list[str]]:
+        found: dict[bytes, list[str]] = {}
+        for attach in self._sessions.attaches():
+            engines = found.setdefault(attach.fingerprint, [])
+            if str(attach.engine) not in engines:
+                engines.append(str(attach.engine))
+        return found
+
+    def _model(self, one: bytes, blocks: int, slot_nbytes: int, engines: dict[bytes, list[str]]) -> ModelView:
+        model = self.models.get(one)
+        name, facts = (model.name, model.facts) if model is not None else ("", "")
+        windows = self.attached_windows(one) if one in engines else ()
+        return ModelView(one.hex(), name, facts, blocks, blocks * slot_nbytes, tuple(engines.get(one, ())), windows)
+
+    @staticmethod
+    def _pin_view(pin: Pin, slot_nbytes: int) -> PinView:
+        return PinView(pin.number, len(pin.places), len(pin.places) * slot_nbytes, pin.expires, pin.note)
+
+    def where(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[BlockPlace, ...]:
+        """For each hash where its block lies, over all ranks and KV groups of these fingerprints."""
+        return self._places().where(fingerprints, hashes)
+
+    def why(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[Absence | None, ...]:
+        """For each hash why its block is not here; None: it is, with all its parts."""
+        return self._places().why(fingerprints, hashes)
+
+    def _places(self) -> Places:
+        return Places(self._stock, self.models)
+
+    # -- pins -----------------------------------------------------------------------------------------------
+
+    def pin(self, number: str, selection: Selection, seconds: float, note: str) -> Done:
+        """Keep what is selected from eviction for so long; all that is found, or nothing. A block that lies in several
+        tiers is kept in the fastest one. A number that is in use answers what it keeps."""
+        _check_number(number)
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST_PIN_S:
+            raise StoreError(f"A pin lasts more than 0 and up to {LONGEST_PIN_S:.0f} seconds, not {seconds!r:.40}.")
+        if not isinstance(note, str) or len(note) > NOTE_LEN:
+            raise StoreError(f"A pin's note is a text of up to {NOTE_LEN} characters, not {note!r:.40}.")
+        stock, what = self._open_stock(), chosen(selection, self._media())
+        pins = stock.book.contents.pins
+        with self._turn:
+            known = pins.get(number)
+            if known is not None:
+                return self._kept(stock, known, "was kept already")
+            with stock.lock:
+                pin = pins.begin(number, self._clock() + float(seconds), note)
+            try:
+                for part in stock.book.select(what, self._heads(stock)):
+                    with stock.lock:
+                        pins.add(number, part())
+            except BaseException:
+                with stock.lock:
+                    pins.end(number)
+                raise
+            if not pin.places:
+                with stock.lock:
+                    pins.end(number)
+                return Done(0, 0, "None of the selected blocks lies in a tier of this store's own: nothing is kept.")
+            self._note()
+            return self._kept(stock, pin, "is kept")
+
+    def _kept(self, stock: Stock, pin: Pin, how: str) -> Done:
+        until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pin.expires))
+        count = len(pin.places)
+        blocks = "1 block" if count == 1 else f"{count:,} blocks"
+        how = how if count == 1 else how.replace("is ", "are ").replace("was ", "were ")
+        return Done(count, count * stock.tiers.slot_nbytes, f"{blocks} {how} until {until}.")
+
+    def unpin(self, number: str) -> Done:
+        """The pin is over. One that is not known (any more) is fine."""
+        _check_number(number)
+        stock = self._open_stock()
+        with self._turn:
+            with stock.lock:
+                pin = stock.book.contents.pins.end(number)
+            if pin is None:
+                return Done(0, 0, f"There is no pin {number}: it was never made, or is over.")
+            self._note()
+        count = len(pin.places)
+        return Done(count, count * stock.tiers.slot_nbytes, f"{count:,} blocks are not kept by pin {number} any more.")
+
+    # -- what goes ------------------------------------------------------------------------------------------
+
+    def forget(self, selection: Selection) -> Done:
+        """Forget what is selected and nobody holds; of a shared folder the files too, as far as the selection says
+        which. A file has no tenant: of a tenant's only those go that this store knows of."""
+        stock, what = self._open_stock(), chosen(selection, self._media())
+        gone = held = files = 0
+        heads = self._heads(stock)
+        for part in stock.book.select(what, heads):
+            with stock.lock:
+                found = part()
+                cleared = set(stock.book.forget_all([place for _, place in found]))
+                stock.tiers.clear(list(cleared))
+            gone, held = gone + len(cleared), held + len(found) - len(cleared)
+            files += self._forget_files(stock, [one for one in found if one[1] in cleared])
+        files += self._forget_unknown_files(stock, what, heads)
+        said = f"{gone:,} blocks are forgotten"
+        if files:
+            said += f", with {files:,} files of the shared folder"
+        if held:
+            said += f"; {held:,} are pinned, leased or being copied, and stay"
+        return Done(gone, gone * stock.tiers.slot_nbytes, f"{said}.")
+
+    def _forget_files(self, stock: Stock, gone: Sequence[Published]) -> int:
+        shared = stock.tiers.shared()
+        if shared is None:
+            return 0
+        tier, pool = shared
+        try:
+            return pool.remove([key for key, place in gone if place.tier == tier])
+        except DiskError as error:
+            raise StoreError(f"Not all files could be removed: {error}") from error
+
+    def _forget_unknown_files(self, stock: Stock, what: Chosen, heads: Sequence[bytes]) -> int:
+        """Files that other nodes wrote, of named blocks or of a model."""
+        shared = stock.tiers.shared()
+        if shared is None or what.medium not in (None, Medium.FS) or what.tenant is not None:
+            return 0
+        _, pool = shared
+        try:
+            if what.hashes is not None:
+                with stock.lock:
+                    keys = [head + one for one in what.hashes for head in what.heads(heads)]
+                    keys = [key for key in keys if stock.book.find(key) is None]
+                return pool.remove(keys)
+            return pool.remove_all(what.fingerprints)
+        except DiskError as error:
+            raise StoreError(f"Not all files could be removed: {error}") from error
+
+    def clear(self, medium: Medium | None = None) -> int:
+        """Forget the blocks that nobody holds, of one tier or of all; how many slots came free. Files of a shared
+        folder stay."""
+        stock, gone = self._stock, 0
+        if stock is None or (medium is not None and medium not in self._media()):
+            return 0
+        for part in stock.book.select(Chosen(frozenset(), None, None, medium), ()):
+            with stock.lock:
+                cleared = stock.book.forget_all([place for _, place in part()])
+                stock.tiers.clear(cleared)
+            gone += len(cleared)
+        return gone
+
+    def set_quota(self, tenant: str, nbytes: int | None) -> Done:
+        """What a tenant's blocks may take up in all tiers of this node's own, counted in slots; None: no limit. What
+        he has beyond goes now, as far as nobody holds it."""
+        tag = checked_tenant(tenant)
+        if tag == NO_TENANT:
+            raise StoreError("Blocks without a tenant have no quota: it is the tiers' capacity that limits them.")
+        if nbytes is not None and (
+            not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 0 <= nbytes <= MOST_QUOTA
+        ):
+            raise StoreError(f"A quota is a number of bytes from 0 on, or None for no limit, not {nbytes!r:.40}.")
+        stock = self._open_stock()
+        with self._turn:
+            cut = self._set_quota(stock, tag, nbytes)
+            self._note()
+        if nbytes is None:
+            return Done(0, 0, f"Tenant {tenant} has no limit any more.")
+        said = f"Tenant {tenant} may have {nbytes:,} bytes, {nbytes // stock.tiers.slot_nbytes:,} blocks"
+        if cut:
+            said += f"; {cut:,} that were too much are gone"
+        return Done(cut, cut * stock.tiers.slot_nbytes, f"{said}.")
+
+    def _set_quota(self, stock: Stock, tag: bytes, nbytes: int | None) -> int:
+        """How many blocks went for it."""
+        book, gone = stock.book, 0
+        tenants = book.contents.tenants
+        slots = nbytes // stock.tiers.slot_nbytes if nbytes is not None else None
+        if nbytes is None:
+            self._quotas.pop(tag, None)
+        else:
+            self._quotas[tag] = nbytes
+        with stock.lock:
+            number = tenants.set_quota(tag, slots)
+            tiers = book.own_tiers
+        for tier in tiers if slots is not None else ():
+            first: int | None = 0
+            while first is not None:
+                with stock.lock:
+                    first = tenants.scan(number, tier, first)
+        while slots is not None:
+            with stock.lock:
+                cut = book.quota_cut(tag)
+                stock.tiers.clear(cut)
+            if not cut:
+                break
+            gone += len(cut)
+        return gone
+
+    # -- what takes long ------------------------------------------------------------------------------------
+
+    def begin(self, operation: Operation) -> OperationState:
+        """Begin an operation in a thread of its own, or answer for the one that has this number already."""
+        return self.operations_of.begin(operation)
+
+    def operation(self, number: str) -> OperationState:
+        """How far it is. Raises StoreError if it is not known."""
+        return self.operations_of.get(number)
+
+    def operations(self) -> tuple[OperationState, ...]:
+        """All that are known, oldest first."""
+        return self.operations_of.all()
+
+    # -- parts ----------------------------------------------------------------------------------------------
+
+    def _open_stock(self) -> Stock:
+        stock = self._stock
+        if stock is None:
+            raise StoreError(
+                f"The store {self._spec.name} has no open tier: no engine has joined it yet, or it is being shut down."
+            )
+        return stock
+
+    def _media(self) -> list[Medium]:
+        stock = self._stock
+        return stock.book.serving_media if stock is not None else [tier.medium for tier in self._spec.tiers]
+
+    def _heads(self, stock: Stock) -> list[bytes]:
+        return known_heads(stock, self.models)
+
+    def windows(self, fingerprint: bytes) -> list[int]:
+        """What the KV groups of the model with it need of a prefix; where no engine says so, all of it."""
+        model = self.models.get(fingerprint)
+        return list(self.attached_windows(fingerprint)) or [0] * (model.groups if model is not None else 1)
+
+    def attached_windows(self, fingerprint: bytes) -> tuple[int, ...]:
+        """The same; empty where no engine says so."""
+        for attach in self._sessions.attaches():
+            if attach.fingerprint == fingerprint:
+                return tuple(group.window_blocks for group in attach.groups)
+        return ()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless what is under way agrees with itself."""
+        self.operations_of.book.check_integrity()
+
+
+def long_ones(admin: StoreAdmin, stock: Stock, shared: SharedLookUps | None, peers: PeerTier | None) -> None:
+    """Let operators order what takes long in this store."""
+    admin.operations_of.add(OperationKind.VERIFY, Verify(stock))
+    far = FromPeers(peers.prefetcher if peers is not None else None, admin.attached_windows)
+    prefetch = Prefetch(stock, shared, lambda: known_heads(stock, admin.models), admin.windows, far)
+    admin.operations_of.add(OperationKind.PREFETCH, prefetch)
+
+
+def _check_number(number: str) -> None:
+    if not isinstance(number, str) or not 0 < len(number) <= 128:
+        raise StoreError(f"A pin's number is a text of 1 to 128 characters, not {number!r:.80}.")

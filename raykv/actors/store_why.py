@@ -1,0 +1,108 @@
+"""Where blocks lie in a store, and why others do not: block by block, for operators and for `explain`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from raykv.actors.store_stock import Stock
+from raykv.admin_messages import Absence, BlockPlace
+from raykv.core.known_models import KnownModels, best_difference
+from raykv.core.selections import checked_fingerprints, checked_hashes
+from raykv.engine_messages import Why
+from raykv.store_messages import FINGERPRINT_NBYTES
+
+STEP = 64
+"""Hashes in one hold of the lock."""
+MOST_OTHERS = 4096
+"""Of other models so many heads are looked for, those of which the store holds something."""
+
+
+class Places:
+    """Answers for one moment. Any thread; the lock is held a part at a time. `stock` None: nothing is held."""
+
+    def __init__(self, stock: Stock | None, models: KnownModels) -> None:
+        self._stock, self._models = stock, models
+
+    def where(self, fingerprints: Sequence[str], hashes: bytes) -> tuple[BlockPlace, ...]:
+        """For each hash. Raises StoreError for bad input."""
+        mine, digests, stock = checked_fingerprints(fingerprints), checked_hashes(hashes), self._stock
+        heads = self._heads(mine)
+        if stock is None:
+            return (BlockPlace((), 0, max(1, len(heads))),) * len(digests)
+        found: list[BlockPlace] = []
+        for at in range(0, len(digests), STEP):
+            with stock.lock:
+                found += [self._place(stock, heads, digest) for digest in digests[at : at + STEP]]
+        return tuple(found)
+
+    def _place(self, stock: Stock, heads: Sequence[bytes], digest: bytes) -> BlockPlace:
+        book, keys = stock.book, [head + digest for head in heads]
+        tiers = [book.in_tiers(key) for key in keys]
+        media = book.media
+        everywhere = [media[tier] for tier in tiers[0] if all(tier in one for one in tiers)] if tiers else []
+        expires = max((book.contents.pins.expires(key) for key in keys), default=0.0)
+        own = set(book.own_tiers)
+        slots = sum(tier in own for one in tiers for tier in one)
+        parts = sum(map(bool, tiers))
+        return BlockPlace(tuple(everywhere), parts, max(1, len(keys)), slots * stock.tiers.slot_nbytes, expires)
+
+    def why(self, fingerprints: Sequence[str], hashes: bytes) -> tuple[Absence | None, ...]:
+        """For each hash; None: all its parts are held. Raises StoreError for bad input."""
+        mine, digests, stock = checked_fingerprints(fingerprints), checked_hashes(hashes), self._stock
+        if stock is None:
+            never = Absence(Why.NEVER_STORED, detail="the store has no open tier: no engine has joined it yet")
+            return (never,) * len(digests)
+        heads = self._heads(mine)
+        chosen = set(heads)
+        others = [head for head in known_heads(stock, KnownModels()) if head not in chosen][:MOST_OTHERS]
+        found: list[Absence | None] = []
+        for at in range(0, len(digests), STEP):
+            with stock.lock:
+                found += [self._absence(stock, heads, others, digest) for digest in digests[at : at + STEP]]
+        return tuple(found)
+
+    def _absence(self, stock: Stock, heads: Sequence[bytes], others: Sequence[bytes], digest: bytes) -> Absence | None:
+        book = stock.book
+        lacking = [head + digest for head in heads if book.find(head + digest) is None]
+        if heads and not lacking:
+            return None
+        parts = ""
+        if len(lacking) < len(heads):
+            parts = f"{len(heads) - len(lacking)} of {len(heads)} parts are held"
+        noted = [found for key in lacking if (found := book.contents.absences.find(key)) is not None]
+        if noted:
+            why, at = max(noted, key=lambda one: one[1])
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+            return Absence(why, at, f"{when}; {parts}" if parts else when)
+        elsewhere = [head[:FINGERPRINT_NBYTES] for head in others if book.find(head + digest) is not None]
+        if elsewhere and not parts:
+            return Absence(Why.OTHER_FINGERPRINT, 0.0, self._differ(heads, list(dict.fromkeys(elsewhere))))
+        return Absence(Why.NEVER_STORED, 0.0, parts)
+
+    def _differ(self, heads: Sequence[bytes], others: Sequence[bytes]) -> str:
+        """Which fact differs, and both its values, as far as the facts of both are known."""
+        mine = dict.fromkeys(head[:FINGERPRINT_NBYTES] for head in heads)
+        ours = [model.facts for one in mine if (model := self._models.get(one)) is not None and model.facts]
+        theirs = [model.facts for one in others if (model := self._models.get(one)) is not None and model.facts]
+        names = ", ".join(one.hex() for one in others[:2])
+        difference = best_difference(ours[:16], theirs[:16])
+        return f"held for {names}: {difference or 'what differs is not known'}"
+
+    def _heads(self, fingerprints: Sequence[bytes]) -> list[bytes]:
+        """What the keys of these fingerprints' blocks begin with: one for each rank and KV group."""
+        known = known_heads(self._stock, self._models) if self._stock is not None else []
+        found: list[bytes] = []
+        for one in dict.fromkeys(fingerprints):
+            found += [head for head in known if head.startswith(one)] or [one + bytes(1)]
+        return found
+
+
+def known_heads(stock: Stock, models: KnownModels) -> list[bytes]:
+    """Of all models that the store holds something of, or whose engines came: what the keys of their blocks begin
+    with. In no lock."""
+    with stock.lock:
+        found = dict.fromkeys(stock.book.contents.census.heads())
+    for model in models.all():
+        found.update(dict.fromkeys(model.fingerprint + bytes((group,)) for group in range(model.groups)))
+    return list(found)

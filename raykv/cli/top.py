@@ -1,0 +1,181 @@
+"""`raykv top`: the cluster live, a frame a second."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Group
+from rich.text import Text
+
+from raykv.api.shown import table
+from raykv.api.watching import Rates, rates
+from raykv.api.words import seconds, show_nbytes
+from raykv.cli.base import fail, main, out
+from raykv.cli.connected import ADDRESS, NAMESPACE, TIMEOUT, connected
+from raykv.cli.status import STYLES
+from raykv.errors import RayKVError
+
+if TYPE_CHECKING:
+    from raykv.api import Engine, Snapshot, Store
+
+BAR = 16
+NOT_RUN = "not run"
+FIRST = ("gpu", "host", "disk", "peer", "fs")
+"""Sources in the order of their columns; children and "computed" follow."""
+
+
+@main.command("top")
+@ADDRESS
+@NAMESPACE
+@TIMEOUT
+@click.option("--every", default=1.0, show_default=True, help="Seconds between two frames.")
+@click.option("--for", "for_time", help="End after this time, such as 90s or 10m; else Ctrl-C.")
+@click.option("--once", is_flag=True, help="Print one frame (after two looks, for the rates) and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print each frame as a line of JSON.")
+def top_command(
+    address: str | None,
+    namespace: str,
+    timeout: float,
+    every: float,
+    for_time: str | None,
+    once: bool,
+    as_json: bool,
+) -> None:
+    """Show engines, children and tiers as they work: tokens/s by source, fill, rates."""
+    out.quiet = as_json
+    try:
+        pause = seconds(every, "--every", 3600.0)
+        limit = None if for_time is None else seconds(for_time, "--for")
+        with connected(address, namespace, timeout) as kv:
+            if as_json or once or not out.is_terminal:
+                _lines(kv, pause, limit, once, as_json)
+            else:
+                _live(kv, pause, limit)
+    except RayKVError as error:
+        fail(error, as_json)
+    except KeyboardInterrupt:
+        pass  # the way to end it
+
+
+def _frames(kv: Any, pause: float, limit: float | None, once: bool) -> Any:
+    """(snapshot, rates) a frame, the first after one pause, since rates need two looks."""
+    deadline = None if limit is None else time.monotonic() + limit
+    before = kv.snapshot()
+    while True:
+        time.sleep(pause)
+        after = kv.snapshot()
+        yield after, rates(before, after)
+        before = after
+        if once or (deadline is not None and time.monotonic() + pause > deadline):
+            return
+
+
+def _lines(kv: Any, pause: float, limit: float | None, once: bool, as_json: bool) -> None:
+    for snapshot, speed in _frames(kv, pause, limit, once):
+        if as_json:
+            click.echo(json.dumps({**snapshot.to_dict(), "rates": speed.to_dict()}))
+        else:
+            out.print(frame(snapshot, speed))
+
+
+def _live(kv: Any, pause: float, limit: float | None) -> None:
+    from rich.live import Live
+
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        for snapshot, speed in _frames(kv, pause, limit, once=False):
+            live.update(frame(snapshot, speed), refresh=True)
+
+
+# -- a frame ----------------------------------------------------------------------------------------------------------
+
+
+def frame(snapshot: Snapshot, speed: Rates) -> Group:
+    """All of a frame: who computes or loads how much, what each tier does, what is wrong."""
+    parts: list[Any] = [_head(snapshot, speed)]
+    if snapshot.engines:
+        parts += [Text(), _engines(snapshot, speed), Text(), _children(snapshot)]
+    if snapshot.stores:
+        parts += [Text(), _tiers(snapshot, speed)]
+    parts += [line for line in (*map(_engine_note, snapshot.engines), *map(_store_note, snapshot.stores)) if line]
+    return Group(*parts)
+
+
+def _head(snapshot: Snapshot, speed: Rates) -> Text:
+    alive = sum(node.state == "alive" for node in snapshot.nodes)
+    tokens = sum(ran(by_source) for by_source in speed.tokens.values())
+    computed = sum(by_source.get("computed", 0.0) for by_source in speed.tokens.values())
+    reused = f", {1 - computed / tokens:.0%} not computed" if tokens else ""
+    running = sum(engine.running for engine in snapshot.engines)
+    clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at))
+    text = f"{clock}  {snapshot.address}  {alive} of {len(snapshot.nodes)} nodes, {len(snapshot.engines)} engines, "
+    text += f"{len(snapshot.stores)} stores  {running} requests run  {tokens:,.0f} prompt tokens/s{reused}"
+    return Text(text, style="bold")
+
+
+def ran(tokens: Mapping[str, float]) -> float:
+    """Those of requests that did not end before they ran."""
+    return sum(number for source, number in tokens.items() if source != NOT_RUN)
+
+
+def _sources(engines: Any) -> list[str]:
+    found = {source for engine in engines for source in engine.tokens}
+    rest = sorted(found - {*FIRST, "computed", NOT_RUN})
+    return [source for source in (*FIRST, *rest, "computed") if source in found]
+
+
+def _engines(snapshot: Snapshot, speed: Rates) -> Any:
+    sources = _sources(snapshot.engines)
+    rows = []
+    for engine in snapshot.engines:
+        by_source = speed.tokens.get(engine.id, {})
+        whole = ran(engine.tokens)
+        share = f"{1 - engine.tokens.get('computed', 0) / whole:.0%}" if whole else "-"
+        cells = [f"{by_source.get(source, 0.0):,.0f}" for source in sources]
+        rows.append((engine.id, engine.host or "-", engine.running, *cells, share))
+    return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "not computed#"), rows,
+                 "tokens/s by source")  # fmt: skip
+
+
+def _children(snapshot: Snapshot) -> Any:
+    rows = []
+    for engine in snapshot.engines:
+        for child in engine.children:
+            loaded, saved = (child.counters.get(f"tokens_{what}", 0) for what in ("loaded", "saved"))
+            failed = sum(number for name, number in child.counters.items() if "fail" in name or "timed_out" in name)
+            state = Text(child.state, style=STYLES.get(child.state, "yellow"))
+            flags = f"{'loads' if child.loads else '-'} {'saves' if child.saves else '-'}"
+            rate = engine.load_rates.get(child.name, 0.0)
+            speed = f"{rate:,.0f}" if rate else "-"
+            rows.append((engine.id, child.name, state, child.incarnation, flags, f"{loaded:,}", f"{saved:,}",
+                         f"{failed:,}", speed))  # fmt: skip
+    return table(("engine", "child", "state", "life#", "", "loaded#", "saved#", "failed#", "measured tokens/s#"), rows)
+
+
+def _tiers(snapshot: Snapshot, speed: Rates) -> Any:
+    rows = []
+    for store in snapshot.stores:
+        of_store = speed.stores.get(store.actor)
+        for tier in store.tiers:
+            rate = of_store.tiers.get(tier.medium) if of_store is not None else None
+            bar = Text(("█" * round(tier.fill * BAR)).ljust(BAR, "░"), style="red" if tier.off else "green")
+            cells = (f"{rate.hits:,.1f}", f"{rate.growth:+,.1f}", f"{rate.evicted:,.1f}") if rate else ("-", "-", "-")
+            room = f"{show_nbytes(tier.used_nbytes)} of {show_nbytes(tier.capacity)}"
+            rows.append((store.at, tier.medium, bar, f"{tier.fill:.0%}", room, *cells, f"{tier.bad_reads:,}"))
+    return table(("store", "tier", "", "fill#", "room#", "hits/s#", "growth/s#", "evicted/s#", "bad#"), rows,
+                 "tiers, in blocks/s")  # fmt: skip
+
+
+def _engine_note(engine: Engine) -> Text | None:
+    return Text(f"engine {engine.id}: {engine.problem}", style="yellow") if engine.problem else None
+
+
+def _store_note(store: Store) -> Text | None:
+    running = [f"{one.kind} {one.done:,} of {one.total:,}" for one in store.operations if one.running]
+    off = [f"{tier.medium} is off: {tier.off}" for tier in store.tiers if tier.off]
+    drained = [f"drained: {store.drain}"] if store.drain else []
+    words = [*([store.problem] if store.problem else []), *off, *drained, *running]
+    return Text(f"store {store.at}: {'; '.join(words)}", style="yellow") if words else None

@@ -1,0 +1,543 @@
+"""An operator at work: two real engines with one store under a load that never rests, and every operation on them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import wait_until
+from tests.support.operated import (
+    BLOCK,
+    DISK,
+    EXAMPLE,
+    HOST,
+    SLOT,
+    TIERS,
+    CommandFailed,
+    Operated,
+    new_example,
+    operated,
+)
+from tests.support.prompts import MAX_TOKENS, PROMPTS
+from tests.support.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
+
+WAYS = ("api", "command")
+
+
+@pytest.fixture(scope="module")
+def at(
+    tiny_model: Path, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory, baseline: dict[str, list[int]]
+) -> Iterator[Operated]:
+    with operated(tiny_model, ray_cluster, tmp_path_factory.mktemp("operated"), baseline) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def loaded(at: Operated) -> Iterator[None]:
+    """Each test runs under load; afterwards nothing was wrong, and it still runs."""
+    before = at.check_load()
+    yield
+    at.check_integrity()
+    wait_until(lambda: at.check_load() > before, "request of the load")
+
+
+def timed(what: str, act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """How long an operation took is printed: `pytest -s`, and seen where a test fails."""
+    began = time.perf_counter()
+    answer = act(*arguments, **options)
+    print(f"{what}: {time.perf_counter() - began:.2f} s", file=sys.stderr)
+    return answer
+
+
+def whole(name: str) -> int:
+    """Tokens of a prompt that are stored: its full blocks, but for what is always computed."""
+    return (len(PROMPTS[name]) - 1) // BLOCK * BLOCK
+
+
+def explained(at: Operated, way: str, request: str, engine: str) -> dict[str, Any]:
+    """The explanation of a request, whose sources sum up to its prompt."""
+    told: dict[str, Any] = {}
+
+    def ended() -> bool:
+        told.update(getattr(at, way)("explain", request, engine=engine))
+        return bool(told["ended"])
+
+    wait_until(ended, f"end of {request} at the desk")
+    assert sum(told["by_source"].values()) == told["prompt_tokens"]
+    pieces = [(piece["first"], piece["last"]) for piece in told["pieces"]]
+    assert pieces[0][0] == 0 and pieces[-1][1] == told["prompt_tokens"]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
+    return told
+
+
+def reasons(told: dict[str, Any]) -> set[str]:
+    return {reason["why"] for piece in told["pieces"] for reason in piece["reasons"]}
+
+
+def media(found: dict[str, Any]) -> set[tuple[str, ...]]:
+    """In which tiers the blocks of a looked-up prompt lie."""
+    return {tuple(place["media"]) for block in found["blocks"] for place in block["places"]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_tokens_come_from(at: Operated, way: str) -> None:
+    """Cold, from the host, from the disk, cleared, by the other engine: `lookup` and `explain` are right each time."""
+    do, name = getattr(at, way), {"api": "long", "command": "page"}[way]
+    prompt, size = PROMPTS[name], len(PROMPTS[name])
+    with at.quiet():
+        for engine in at.engines:
+            do("child pause", EXAMPLE, engine=engine)
+        cold = at.ask("one", name)
+        told = explained(at, way, cold.request_id, "one")
+        assert told["by_source"] == {"computed": size} and "not found" in reasons(told)
+        found = do("lookup", prompt=prompt, engine="one")
+        assert found["held_tokens"] == size // BLOCK * BLOCK and media(found) == {("host",)}
+        warm = at.ask("one", name)
+        assert explained(at, way, warm.request_id, "one")["by_source"] == {
+            "host": whole(name),
+            "computed": size - whole(name),
+        }
+        other = at.ask("two", name)
+        assert explained(at, way, other.request_id, "two")["by_source"]["host"] == whole(name)
+        to_disk(at, name)
+        assert media(do("lookup", prompt=prompt, engine="two")) == {("disk",)}
+        slow = at.ask("two", name)
+        told = explained(at, way, slow.request_id, "two")
+        assert told["by_source"]["disk"] == whole(name) and told["load_s"] > 0
+        to_disk(at, name)
+        assert do("prefetch", prompt=prompt, tier="host", engine="one")["ok"]
+        assert ("host", "disk") in media(do("lookup", prompt=prompt, engine="one"))
+        assert do("clear", everything=True)["blocks"] >= size // BLOCK
+        assert do("lookup", prompt=prompt, engine="one")["held_tokens"] == 0
+        gone = at.ask("one", name)
+        told = explained(at, way, gone.request_id, "one")
+        assert told["by_source"] == {"computed": size} and "not found" in reasons(told)
+        for engine in at.engines:
+            do("child resume", EXAMPLE, engine=engine)
+        known = at.kv.requests().to_dict() if way == "api" else do("explain")
+        assert any(str(one).startswith(gone.request_id) for one in known)
+    for engine in at.engines:
+        at.wait_child(engine, EXAMPLE, "up")
+
+
+def to_disk(at: Operated, name: str) -> None:
+    """The prompt lies on the disk only: the host tier is drained, emptied and used again."""
+    tier = at.tier("host")
+    assert at.kv.drain_tier("host").ok
+    assert at.kv.clear(tier="host").ok
+    assert at.kv.add_tier("host", tier.capacity).ok
+
+
+def test_the_story_in_the_answer(at: Operated) -> None:
+    with at.quiet("one"):
+        result = at.ask("one", "aligned", kv_transfer_params={"raykv_explain": True})
+        plain = at.ask("one", "aligned")
+    assert result.kv_transfer_params is not None and "raykv_story" not in (plain.kv_transfer_params or {})
+    story = result.kv_transfer_params["raykv_story"]
+    assert story["prompt_tokens"] == len(PROMPTS["aligned"])
+    assert sum(one["last"] - one["first"] for one in story["ranges"]) == story["prompt_tokens"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pins(at: Operated, way: str) -> None:
+    """Under pressure what is pinned stays where it is; unpinned it goes."""
+    do, kept = getattr(at, way), PROMPTS["page"]
+    blocks = len(kept) // BLOCK
+    with at.quiet():
+        for engine in at.engines:
+            at.kv.pause_child(EXAMPLE, engine=engine)
+        do("clear", everything=True)
+        at.ask("one", "page")
+        pin = do("pin", prompt=kept, time_limit="10m", engine="one", note="a test")
+        assert pin["blocks"] == blocks and [one["note"] for one in at.kv.pins().to_dict()] == ["a test"]
+        assert do("pins")[0]["number"] == pin["number"]
+        assert do("clear", everything=True)["blocks"] <= (len(kept) + MAX_TOKENS) // BLOCK - blocks
+        timed("shrink", do, "tiers resize", "host", 48 * SLOT)
+        for name in ("long", "branch", "aligned"):
+            at.ask("one", name)
+        assert {place[0] for place in media(do("lookup", prompt=kept, engine="one"))} == {"host"}
+        assert do("unpin", pin["number"])["ok"] and not at.kv.pins()
+        for name in ("branch2", "long", "aligned"):
+            at.ask("two", name)
+        assert media(do("lookup", prompt=kept, engine="one")) == {("disk",)}
+        timed("grow", do, "tiers resize", "host", HOST)
+        assert at.tier("host").capacity == HOST
+        for engine in at.engines:
+            at.kv.resume_child(EXAMPLE, engine=engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tenants(at: Operated, way: str) -> None:
+    """A tenant's blocks are its own, are counted and bounded, and go when they are to go."""
+    do, salt = getattr(at, way), f"alice-{way}"
+    with at.quiet():
+        at.kv.pause_child(EXAMPLE, engine="one")
+        at.ask("one", "page", cache_salt=salt)
+        blocks = at.kv.lookup(PROMPTS["page"], engine="one", cache_salt=salt).held_blocks
+        assert blocks == len(PROMPTS["page"]) // BLOCK
+        [mine] = [one for one in do("quota") if one["tenant"] == tag(salt)]
+        assert mine["blocks"] >= blocks and mine["quota"] is None
+        assert do("quota", salt, 4 * SLOT)["ok"]
+        [mine] = [one for one in do("quota") if one["tenant"] == tag(salt)]
+        assert mine["blocks"] <= 4 and mine["quota"] == 4 * SLOT
+        at.ask("one", "aligned", cache_salt=salt)
+        [mine] = [one for one in do("quota") if one["tenant"] == tag(salt)]
+        assert mine["blocks"] <= 4
+        assert do("quota", salt, "none")["ok"]
+        at.ask("one", "page", cache_salt=salt)
+        at.ask("one", "page")
+        assert do("clear", tenant=salt)["blocks"] >= blocks
+        assert do("lookup", prompt=PROMPTS["page"], engine="one", cache_salt=salt)["held_tokens"] == 0
+        assert do("lookup", prompt=PROMPTS["page"], engine="one")["held_blocks"] == blocks
+        text = "What an operator types in. " * 6 + way
+        free = at.engines["one"].generate(text, MAX_TOKENS)
+        at.engines["one"].wait_free_blocks(at.free["one"], 60)
+        held = at.kv.lookup(text, engine="one").held_blocks
+        assert held and do("clear", prefix=text, engine="one")["blocks"] == held
+        assert do("lookup", prompt=PROMPTS["page"], engine="one")["held_blocks"] == blocks
+        at.engines["one"].forget(60)
+        assert at.engines["one"].generate(text, MAX_TOKENS).token_ids == free.token_ids
+        at.engines["one"].wait_free_blocks(at.free["one"], 60)
+        assert do("clear", tier="host")["ok"] and at.tier("host").used == 0
+        at.kv.resume_child(EXAMPLE, engine="one")
+
+
+def tag(salt: str) -> str:
+    from raykv.admin_messages import tenant_tag
+
+    return f"tag:{tenant_tag(salt).hex()}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tiers(at: Operated, way: str) -> None:
+    """The disk tier is drained, removed, added and resized while both engines load from it and save into it."""
+    do = getattr(at, way)
+    path = at.tier("disk").path
+    timed("drain disk", do, "tiers drain", "disk")
+    assert at.tier("disk").draining and [tier["draining"] for tier in do("tiers list")] == [False, True]
+    timed("remove disk", do, "tiers remove", "disk")
+    assert at.tier("disk") is None and not os.path.exists(f"{path}/raykv.slots")
+    timed("add disk", do, "tiers add", "disk", DISK // 2, path=path)
+    assert at.tier("disk").capacity == DISK // 2
+    timed("grow disk", do, "tiers resize", "disk", DISK)
+    assert at.tier("disk").capacity == DISK
+    timed("shrink host", do, "tiers resize", "host", HOST // 2)
+    timed("grow host", do, "tiers resize", "host", HOST)
+    done = timed("verify", do, "verify")
+    assert done["ok"] and done["blocks"] >= 0 and not at.tier("host").bad_reads
+
+
+@pytest.mark.parametrize(("way", "engine"), [("api", "one"), ("command", "two")])
+def test_children(at: Operated, way: str, engine: str) -> None:
+    """Pause, resume, restart, add, reorder, remove, each seen in the engine's own view and in what it serves."""
+    do = getattr(at, way)
+    do("child pause", EXAMPLE, engine=engine)
+    at.wait_child(engine, EXAMPLE, "off")
+    with at.quiet(engine):
+        assert EXAMPLE not in explained(at, way, at.ask(engine, "crowd3").request_id, engine)["by_source"]
+    do("child resume", EXAMPLE, engine=engine)
+    old = at.wait_child(engine, EXAMPLE, "up")
+    with at.quiet(engine):
+        at.ask(engine, "crowd3")
+        assert EXAMPLE in explained(at, way, at.ask(engine, "crowd3").request_id, engine)["by_source"]
+    timed("restart", do, "child restart", EXAMPLE, engine=engine)
+    new = at.wait_child(engine, EXAMPLE, "up")
+    wait_until(lambda: at.child(engine, EXAMPLE).host_pids not in ((), old.host_pids), "new host")
+    assert new.incarnation >= old.incarnation
+    more = new_example(at.folder / engine / "more", "more")
+    timed("add", do, "child add", more if way == "api" else as_json(more), engine=engine, before=EXAMPLE)
+    at.wait_child(engine, "more", "up")
+    wait_until(lambda: at.chain(engine) == ["more", EXAMPLE, TIERS], "new chain")
+    with at.quiet(engine):
+        at.ask(engine, "crowd5")
+        assert "more" in explained(at, way, at.ask(engine, "crowd5").request_id, engine)["by_source"]
+    timed("reorder", do, "child reorder", TIERS, EXAMPLE, "more", engine=engine)
+    wait_until(lambda: at.chain(engine) == [TIERS, EXAMPLE, "more"], "new order")
+    with at.quiet(engine):
+        at.ask(engine, "crowd5")
+        sources = explained(at, way, at.ask(engine, "crowd5").request_id, engine)["by_source"]
+        assert "more" not in sources and EXAMPLE not in sources
+    timed("remove", do, "child remove", "more", engine=engine)
+    do("child reorder", EXAMPLE, TIERS, engine=engine)
+    wait_until(lambda: at.chain(engine) == [EXAMPLE, TIERS], "old chain")
+    assert [child["name"] for child in do("child list", engine=engine)] == [EXAMPLE, TIERS]
+
+
+def as_json(config: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(config)
+
+
+def test_watch_sees_what_is_done(at: Operated) -> None:
+    stop, seen = threading.Event(), []
+
+    def look() -> None:
+        for event in at.kv.watch(0.2, 120.0, stop=stop):
+            seen.append((event.kind, event.what))
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        wanted = {("child", "off"), ("order", "done"), ("tier", "resized"), ("operation", "ended")}
+        number = itertools.count()
+
+        def all_seen() -> bool:
+            at.kv.pause_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "off")
+            at.kv.resize_tier("disk", DISK // (1 + next(number) % 2 * 2))
+            at.wait_child("one", EXAMPLE, "off")
+            at.kv.resume_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "up")
+            return wanted <= set(seen)
+
+        wait_until(all_seen, f"{wanted} in {seen}", timeout_s=90)
+    finally:
+        stop.set()
+        watching.join()
+        at.kv.resize_tier("disk", DISK)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_input_changes_nothing(at: Operated, way: str) -> None:
+    """One error each."""
+    from raykv.errors import RayKVError
+
+    do = getattr(at, way)
+    page = PROMPTS["page"]
+    bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        (("explain", "no-such-request"), {}, "no-such-request"),
+        (("lookup",), {"prompt": [4, 5, 10**6], "engine": "one"}, "1000000"),
+        (("lookup",), {"prompt": page, "engine": "three"}, "three"),
+        (("pin",), {"prompt": page, "time_limit": "-3s", "engine": "one"}, "-3s"),
+        (("unpin", "pin-nobody"), {}, "pin-nobody"),
+        (("prefetch",), {"prompt": page, "tier": "tape", "engine": "one"}, "tape"),
+        (("clear",), {"model": "another"}, "another"),
+        (("clear",), {}, "everything"),
+        (("quota", "bob", "-5"), {}, "-5"),
+        (("tiers resize", "host", 1), {}, "4096"),
+        (("tiers resize", "host", 8192), {}, "8192"),
+        (("tiers resize", "fs", "1GiB"), {}, "fs"),
+        (("tiers add", "host", "1GiB"), {}, "host"),
+        (("tiers add", "fs", "1GiB"), {}, "path"),
+        (("child pause", "nobody"), {"engine": "one"}, "nobody"),
+        (("child reorder", EXAMPLE), {"engine": "one"}, TIERS),
+        (("child add", "{}" if way == "command" else {}), {"engine": "one"}, "kv_connector"),
+    ]
+    wait_until(lambda: at.chain("one") == [EXAMPLE, TIERS], "chain")
+    before = state(at)
+    for arguments, options, part in bad:
+        with pytest.raises((RayKVError, CommandFailed)) as raised:
+            do(*arguments, **options)
+        assert part in str(raised.value), f"{arguments}: {raised.value}"
+        assert "Traceback" not in str(raised.value)
+    assert state(at) == before
+
+
+def state(at: Operated) -> Any:
+    """What operators can change."""
+    store = at.kv.store(at.store_name)
+    tiers = [(tier.medium, tier.capacity, tier.draining, tier.off) for tier in store.tiers]
+    quotas = [(quota.tenant, quota.quota) for quota in at.kv.quotas() if quota.quota is not None]
+    chains = {name: [(c.name, c.state) for c in at.kv.engine(name).children] for name in at.engines}
+    return tiers, quotas, store.pins, chains
+
+
+# -- live changes -----------------------------------------------------------------------------------------------------
+
+
+class Changes:
+    """Random changes of both engines' chains and of the store's tiers; some at the same time."""
+
+    def __init__(self, at: Operated, seed: int) -> None:
+        self.at, self.dice, self.took = at, random.Random(seed), {}  # type: ignore[var-annotated]
+        self._number = itertools.count()
+        self.paused: dict[str, set[str]] = {name: set() for name in at.engines}
+        self.chains: dict[str, list[str]] = {name: [EXAMPLE, TIERS] for name in at.engines}
+
+    def one(self) -> None:
+        """One change, done when this returns."""
+        kind = self.dice.choice(["add", "remove", "reorder", "pause", "resume", "restart", "resize", "drain", "spot"])
+        began = time.perf_counter()
+        kind = getattr(self, f"_{kind}")(self.dice.choice(list(self.at.engines))) or kind
+        self.took.setdefault(kind, []).append(time.perf_counter() - began)
+
+    def _add(self, engine: str) -> str | None:
+        if len(self.chains[engine]) > 3:
+            return self._remove(engine) or "remove"
+        name = f"more{next(self._number)}"
+        before = self.dice.choice(["", *self.chains[engine]])
+        self.at.kv.add_child(new_example(self.at.folder / engine / name, name), engine=engine, before=before)
+        at = self.chains[engine].index(before) if before else len(self.chains[engine])
+        self.chains[engine].insert(at, name)
+        return None
+
+    def _remove(self, engine: str) -> str | None:
+        more = [name for name in self.chains[engine] if name.startswith("more")]
+        if not more:
+            return self._add(engine) or "add"
+        name = self.dice.choice(more)
+        self.at.kv.remove_child(name, engine=engine)
+        self.chains[engine].remove(name)
+        self.paused[engine].discard(name)
+        return None
+
+    def _reorder(self, engine: str) -> None:
+        self.dice.shuffle(self.chains[engine])
+        self.at.kv.reorder_children(self.chains[engine], engine=engine)
+
+    def _pause(self, engine: str) -> None:
+        name = self.dice.choice(self.chains[engine])
+        self.at.kv.pause_child(name, engine=engine)
+        self.paused[engine].add(name)
+
+    def _resume(self, engine: str) -> str | None:
+        if not self.paused[engine]:
+            self._pause(engine)
+            return "pause"
+        self.at.kv.resume_child(name := self.dice.choice(sorted(self.paused[engine])), engine=engine)
+        self.paused[engine].discard(name)
+        return None
+
+    def _restart(self, engine: str) -> str | None:
+        up = [name for name in self.chains[engine] if name not in self.paused[engine] and name != TIERS]
+        if not up:
+            return self._resume(engine) or "resume"
+        self.at.kv.restart_child(self.dice.choice(up), engine=engine)
+        return None
+
+    def _resize(self, _: str) -> None:
+        medium, most = self.dice.choice([("host", HOST), ("disk", DISK)])
+        assert self.at.kv.resize_tier(medium, int(most * self.dice.uniform(0.3, 1.0))).ok
+
+    def _drain(self, _: str) -> None:
+        medium = self.dice.choice(["host", "disk"])
+        tier = self.at.tier(medium)
+        assert self.at.kv.drain_tier(medium).ok
+        assert self.at.kv.add_tier(medium, tier.capacity, path=tier.path).ok
+
+    def _spot(self, engine: str) -> str:
+        """A tier is taken out and put back while a child pauses."""
+        tier = self.at.tier("disk")
+        other = threading.Thread(target=self._pause, args=(engine,))
+        other.start()
+        assert self.at.kv.remove_tier("disk").ok
+        assert self.at.kv.add_tier("disk", DISK, path=tier.path).ok
+        other.join()
+        return "remove and add a tier"
+
+    def undo(self) -> None:
+        """As it was at first."""
+        for engine, chain in self.chains.items():
+            for name in sorted(self.paused[engine]):
+                self.at.kv.resume_child(name, engine=engine)
+            for name in [name for name in chain if name.startswith("more")]:
+                self.at.kv.remove_child(name, engine=engine)
+            self.at.kv.reorder_children([EXAMPLE, TIERS], engine=engine)
+            wait_until(lambda engine=engine: self.at.chain(engine) == [EXAMPLE, TIERS], "old chain")
+        self.at.kv.resize_tier("host", HOST)
+        self.at.kv.resize_tier("disk", DISK)
+
+
+def change_live(at: Operated, number: int, seed: int) -> None:
+    """So many random changes. The load compares its answers all the while."""
+    changes, before = Changes(at, seed), at.check_load()
+    for _ in range(number):
+        changes.one()
+        at.check_load()
+    changes.undo()
+    at.check_integrity()
+    with at.quiet():
+        for engine in at.engines:
+            at.ask(engine, "long")
+    for kind, took in sorted(changes.took.items()):
+        middle = sorted(took)[len(took) // 2]
+        print(f"{kind}: {len(took)}, median {middle:.2f} s, longest {max(took):.2f} s", file=sys.stderr)
+    print(f"{number} changes, {at.check_load() - before} requests meanwhile", file=sys.stderr)
+
+
+def test_live_changes(at: Operated) -> None:
+    change_live(at, 8, seed=5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_200_live_changes(at: Operated) -> None:
+    change_live(at, 200, seed=int(os.environ.get("RAYKV_SEED", "200")))
+
+
+# -- what is killed comes back ----------------------------------------------------------------------------------------
+
+
+def test_a_desk_is_killed(at: Operated) -> None:
+    """It comes back, and knows the stories that its engine has told before."""
+    with at.quiet("two"):
+        request = at.ask("two", "crowd1").request_id
+        explained(at, "api", request, "two")
+    pid = desk_pid(at, "two")
+    os.kill(pid, signal.SIGKILL)
+    timed("desk back", wait_until, lambda: desk_pid(at, "two") not in (0, pid), "desk", 90)
+    assert explained(at, "api", request, "two")["request"].startswith(request)
+    assert at.kv.pause_child(EXAMPLE, engine="two").ok and at.kv.resume_child(EXAMPLE, engine="two").ok
+
+
+def desk_pid(at: Operated, engine: str) -> int:
+    """Of the desk's process; 0 while none answers."""
+    import ray
+
+    try:
+        actor = ray.get_actor(f"raykv-desk-{engine}", at.kv.namespace)
+        return int(ray.get(actor.info.remote(), timeout=10)["pid"])
+    except Exception:
+        return 0
+
+
+def test_the_store_is_killed_in_a_tier_operation(at: Operated) -> None:
+    """Ray restarts it, it finds its content again, the operation can be given anew, and no answer was wrong."""
+    for number in range(2):
+        pid, errors = at.kv.store(at.store_name).pid, []
+        operation = threading.Thread(target=attempt, args=(errors, at.kv.drain_tier, "host"))
+        operation.start()
+        time.sleep(0.02 * number)
+        os.kill(pid, signal.SIGKILL)
+        operation.join()
+        timed("store back", wait_until, lambda pid=pid: store_pid(at) not in (0, pid), "store", 90)
+        assert all("Traceback" not in error for error in errors)
+        if at.tier("host") is None or at.tier("host").draining:
+            wait_until(lambda: attempt([], at.kv.add_tier, "host", HOST), "host tier again", 60)
+        wait_until(lambda: attempt([], at.kv.drain_tier, "disk"), "drain of the disk tier", 60)
+        path = at.tier("disk").path
+        assert at.kv.add_tier("disk", DISK, path=path).ok
+    with at.quiet():
+        at.ask("one", "long")
+        at.ask("two", "long")
+
+
+def attempt(errors: list[str], act: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether it was done; else its error is kept."""
+    from raykv.errors import RayKVError
+
+    try:
+        return bool(act(*arguments).ok)
+    except RayKVError as error:
+        errors.append(str(error))
+        return False
+
+
+def store_pid(at: Operated) -> int:
+    try:
+        return int(at.kv.store(at.store_name).pid)
+    except Exception:
+        return 0
