@@ -26,6 +26,7 @@ from raykv.kvcache.handles import CacheHandles
 from raykv.kvcache.share import MappedKVCache, open_kv_caches
 from raykv.kvcache.slot_copy import SlotMover
 from raykv.storage.checksum import checksum
+from raykv.storage.row_copy import row_copy
 from raykv.store_messages import FINGERPRINT_NBYTES, RankAttach
 from raykv.types import EngineId, Rank
 
@@ -50,7 +51,7 @@ class Session:
         movers = self._movers.get(rows.data_ptr())
         if movers is None:
             movers = self._movers[rows.data_ptr()] = tuple(
-                SlotMover(layouts, rows, checksum) for layouts in self.layouts
+                SlotMover(layouts, rows, checksum, row_copy()) for layouts in self.layouts
             )
         return movers[group]
 
