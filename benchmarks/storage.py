@@ -42,6 +42,7 @@ from raykv.kvcache.slot_copy import SlotMover
 from raykv.storage.checksum import checksum
 from raykv.storage.disk_pool import DiskPool, aligned_buffer
 from raykv.storage.host_pool import HostPool
+from raykv.storage.row_copy import row_copy
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCKS = (128 * KIB, 512 * KIB, 2048 * KIB)
@@ -96,7 +97,7 @@ def memory(block: int, piece: int, shuffled: bool, nbytes: int, rounds: int) -> 
     memcpy = ctypes.PyDLL(None).memcpy
     memcpy.argtypes, memcpy.restype = (ctypes.c_size_t,) * 3, None
     try:
-        move = SlotMover(layouts, pool.slots, checksum)
+        move = SlotMover(layouts, pool.slots, checksum, row_copy())
         ids = random.sample(range(blocks), blocks)
         first = random.randrange(blocks)
         slots = random.sample(range(2 * blocks), blocks) if shuffled else list(range(first, first + blocks))

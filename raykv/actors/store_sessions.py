@@ -26,6 +26,7 @@ from raykv.kvcache.handles import CacheHandles
 from raykv.kvcache.share import MappedKVCache, open_kv_caches
 from raykv.kvcache.slot_copy import SlotMover
 from raykv.storage.checksum import checksum
+from raykv.storage.row_copy import row_copy
 from raykv.store_messages import FINGERPRINT_NBYTES, RankAttach
 from raykv.types import EngineId, Rank
 
@@ -55,7 +56,8 @@ class Session:
         if movers is None:
             if len(self._movers) >= MOST_ROWS:  # none of a copy that runs: it has its own reference
                 self._movers.clear()
-            movers = self._movers[key] = tuple(SlotMover(layouts, rows, checksum) for layouts in self.layouts)
+            movers = tuple(SlotMover(layouts, rows, checksum, row_copy()) for layouts in self.layouts)
+            self._movers[key] = movers
         return movers[group]
 
     def close(self) -> None:

@@ -141,9 +141,7 @@ def open_kv_caches(handle: KVCacheHandle) -> MappedKVCache:
     On the CPU any process of the same user and PID namespace may open, the exporter too. On CUDA it must be
     another process that sees the exporter's GPU.
     """
-    # The kernel maps downwards: opened from the last to the first, the layers' planes ascend in equal steps, which
-    # loads turn into one call for all of them (`slot_movers`).
-    storages = [_open_storage(storage, handle.origin) for storage in reversed(handle.storages)][::-1]
+    storages = [_open_storage(storage, handle.origin) for storage in handle.storages]
     kv_caches: dict[str, torch.Tensor | list[torch.Tensor]] = {}
     for name, layer in handle.layers.items():
         if isinstance(layer, TensorHandle):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raykv.kvcache import slot_copy, slot_movers
 from raykv.kvcache.blocks import LayerLayout
 from raykv.kvcache.slot_copy import SlotMover
+from raykv.storage.row_copy import RowCopy, row_copy
 
 pytestmark = pytest.mark.process
 
@@ -52,13 +53,15 @@ LAYOUTS = {
 }
 
 
-def mover(layouts: Sequence[LayerLayout], padding: int = 0) -> tuple[SlotMover, torch.Tensor]:
+def mover(
+    layouts: Sequence[LayerLayout], way: RowCopy | None = None, padding: int = 0
+) -> tuple[SlotMover, torch.Tensor]:
     nbytes = sum(each.block_nbytes for each in layouts)
     slot_nbytes = nbytes + padding if padding else nbytes
     # A pool lies behind its headers, in one storage with them.
     memory = torch.full((HEADERS + SLOTS * slot_nbytes,), 238, dtype=torch.uint8)
     pool = memory[HEADERS:].view(SLOTS, slot_nbytes)
-    return SlotMover(layouts, pool, zlib.crc32), pool
+    return SlotMover(layouts, pool, zlib.crc32, way), pool
 
 
 def block(layouts: Sequence[LayerLayout], number: int) -> torch.Tensor:
@@ -78,24 +81,24 @@ pairs = st.lists(st.integers(0, BLOCKS - 1), unique=True).flatmap(
 )
 
 
-@pytest.fixture(params=["many blocks in a call", "a call for each block"])
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Either way of a load, whatever its size."""
-    with pytest.MonkeyPatch.context() as patch:
-        limit = 0 if request.param == "a call for each block" else 1 << 60
-        for name in ("_LONG_CALL", "_LONG_BLOCK"):
-            patch.setattr(slot_movers, name, limit)
-        yield request.param
+@pytest.fixture(params=["compiled", "by memcpy"])
+def way(request: pytest.FixtureRequest) -> RowCopy | None:
+    """Either way of moving rows."""
+    if request.param == "by memcpy":
+        return None
+    compiled = row_copy()
+    assert compiled is not None
+    return compiled
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pair=pairs, padding=st.sampled_from([0, 1, 16, 100]))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_round_trip_and_nothing_else_is_touched(
-    way: str, name: str, pair: tuple[list[int], list[int]], padding: int
+    way: RowCopy | None, name: str, pair: tuple[list[int], list[int]], padding: int
 ) -> None:
     layouts, (ids, slots) = LAYOUTS[name], pair
-    move, pool = mover(layouts, padding)
+    move, pool = mover(layouts, way, padding)
     before = everything(layouts)
     assert move.save(ids, slots) == []
     nbytes = move.block_nbytes
@@ -116,9 +119,9 @@ def test_a_round_trip_and_nothing_else_is_touched(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("slots", [[2, 3, 4, 5], [8, 0, 3, 2]])
-def test_a_bad_slot_is_named_and_not_copied(way: str, name: str, slots: list[int]) -> None:
+def test_a_bad_slot_is_named_and_not_copied(way: RowCopy | None, name: str, slots: list[int]) -> None:
     layouts, ids = LAYOUTS[name], [6, 1, 0, 3]
-    move, pool = mover(layouts, padding=16)
+    move, pool = mover(layouts, way, padding=16)
     sums = move.save(ids, slots, checksums=True)
     assert sums == [zlib.crc32(block(layouts, number).numpy()) for number in ids]
     assert move.load(slots, ids, expect=sums) == []
@@ -149,31 +152,21 @@ def test_an_id_out_of_range_is_an_error_before_anything_is_copied(name: str, ids
     assert pool.eq(238).all() and all(map(torch.equal, before, everything(layouts)))
 
 
-def test_runs_longer_than_their_limit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compared_in_turns_is_all_compared(way: RowCopy | None, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = LAYOUTS["many planes of 16-byte words"]
     monkeypatch.setattr(slot_copy, "_RUN_NBYTES", 3 * layouts[0].block_nbytes)
-    move, pool = mover(layouts)
-    assert [list(run) for run in move._runs([4, 5, 6, 7, 1, 3])] == [[4, 5, 6], [7], [1], [3]]
+    move, pool = mover(layouts, way)
     ids, slots = [3, 2, 6, 0, 1, 5], [4, 5, 6, 7, 1, 3]
     sums = move.save(ids, slots, checksums=True)
     assert sums == [zlib.crc32(block(layouts, number).numpy()) for number in ids]
-    pool[5, 0] ^= 1
-    assert move.load(slots, ids, expect=sums) == [1]
-
-
-@pytest.mark.parametrize(
-    ("name", "series"),
-    [
-        ("planes in series", [(0, 6)]),
-        ("planes in series, backwards", [(0, 6)]),
-        ("two series and one alone", [(0, 3), (3, 3), (6, 1)]),
-    ],
-)
-def test_planes_equally_far_apart_are_found(name: str, series: list[tuple[int, int]]) -> None:
-    (window,) = mover(LAYOUTS[name])[0]._movers
-    assert isinstance(window, slot_movers.Window)
-    assert [(each.first, each.count) for each in window._series] == series
-    assert (window._series[0].step < 0) == (name == "planes in series, backwards")
+    before = everything(layouts)
+    for bad in (4, 6, 3):
+        pool[bad, 0] ^= 1
+    for each in layouts:
+        for p in each.planes:
+            p[[2, 0, 1]] = 0
+    assert move.load(slots, ids, expect=sums) == [0, 2, 5]
+    assert all(map(torch.equal, before, everything(layouts)))
 
 
 def test_the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +174,9 @@ def test_the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = LAYOUTS["layers of different sizes"]
     planes = [p for each in layouts for p in each.planes]
     move, pool = mover(layouts, padding=8)
-    move._movers, move._run, move._any_slots = [slot_movers.Gpu(planes, pool)], 2, True
+    gpu = slot_movers.Gpu(planes, pool)
+    gpu.run = 2
+    move._mover = gpu
     before, ids, slots = everything(layouts), [3, 2, 6], [8, 0, 4]
     sums = move.save(ids, slots, checksums=True)
     assert [bytes(pool[s, : move.block_nbytes].numpy()) for s in slots] == [
