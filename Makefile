@@ -48,5 +48,5 @@ soak: setup  ## the long tests, and the unit tests with new random examples
 	$(PY) -m pytest tests -m soak
 
 clean:  ## remove caches, builds and reports; the virtual environment stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report.json bench-report.json
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report.json bench-report.json faults-report.json
 	find raykv tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

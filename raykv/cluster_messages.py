@@ -100,7 +100,8 @@ class EngineReport:
 @dataclass(frozen=True, slots=True)
 class EngineRow:
     """One engine in the Controller's status. `state`: EngineState's, or waiting (for its node, with `error` saying
-    why), launching, no answer, leaving. `restarts`: how often it was started again."""
+    why), launching, no answer, outdated (it serves as an older spec wanted it, until its turn to be changed), leaving.
+    `restarts`: how often it was started again."""
 
     name: str
     role: EngineRole

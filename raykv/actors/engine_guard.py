@@ -6,8 +6,9 @@ Run as a script, by `engine_process`, with the standard library only. FD is one 
 owner holds. The guard starts the command in a session of its own and writes "pid N"; when the command has ended, and
 everything that it started with it, it writes "exit N" and ends. When the owner's end closes - it was killed, Ray's
 raylet was - it kills all of it at once. It adopts what the command's processes leave behind (a "subreaper"), so that
-vLLM's EngineCore and workers are its own even when their parent is gone. If the guard itself is killed, the kernel
-kills the command (PDEATHSIG), and the owner the rest of the session.
+vLLM's EngineCore and workers are its own even when their parent is gone. The guard is nobody's child: a Ray actor that
+ends by `ray.kill`, or because its raylet has, kills its children first (`kill_child_processes_on_worker_exit`, Ray
+2.60). If the guard itself is killed, the kernel kills the command (PDEATHSIG), and the owner the rest of the session.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> int:
     """Guard one command; returns its exit status, 128 + N for signal N."""
     owner = socket.socket(fileno=int(argv[0]))
     command = argv[argv.index("--") + 1 :]
+    if os.fork():
+        os._exit(0)
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -60,7 +60,8 @@ class EngineProcess:
         mine, its = socket.socketpair()
         read, write = os.pipe()
         try:
-            self._guard = subprocess.Popen(
+            # It leaves the guard behind, whose end is the end of the socket.
+            starter = subprocess.Popen(
                 # -S -E: nothing of the environment's is imported before the guard watches.
                 [sys.executable, "-S", "-E", str(GUARD), str(its.fileno()), "--", *_expanded(command)],
                 env=dict(environment),
@@ -81,7 +82,7 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, args=(read,), name="raykv-engine-log", daemon=True)
         self._reader.start()
         self._started = threading.Event()
-        threading.Thread(target=self._wait, name="raykv-engine-wait", daemon=True).start()
+        threading.Thread(target=self._wait, args=(starter,), name="raykv-engine-wait", daemon=True).start()
 
     def wait_started(self, timeout: float) -> bool:
         """Whether the command's process is there, or has ended, within `timeout` seconds."""
@@ -126,7 +127,8 @@ class EngineProcess:
                     self._tail.append(part)
                     self._on_line(part)
 
-    def _wait(self) -> None:
+    def _wait(self, starter: subprocess.Popen[bytes]) -> None:
+        starter.wait()
         code = 137
         with self._socket.makefile("r") as lines:
             for line in lines:
@@ -136,7 +138,6 @@ class EngineProcess:
                     self._started.set()
                 elif word == "exit":
                     code = int(number)
-        self._guard.wait()
         self._sweep()
         self._reader.join(2.0)
         self._socket.close()

@@ -133,7 +133,14 @@ class _Placer:
 
     def plan(self) -> Plan:
         unplaced: dict[str, str] = {}
-        self.todo.sort(key=lambda item: (len(self._choices(*item)), -sum(item[1].selector.resources.values())))
+        # Who has a place that it likes comes first: nobody who runs has to move for one that does not.
+        self.todo.sort(
+            key=lambda item: (
+                item[0] not in self.preferred,
+                len(self._choices(*item)),
+                -sum(item[1].selector.resources.values()),
+            )
+        )
         # Who can't be placed even alone must not keep the others from being placed.
         alone = [item for item in self.todo if not self._choices(*item)]
         rest = [item for item in self.todo if self._choices(*item)]

@@ -6,7 +6,9 @@ Theory. An engine's actor is an *instance*: a replica on a node. At each step, f
     |----------------------------------------------------|----------------------------------------------------------|
     | failed or stopped                                  | stop it (its actor only holds the log)                   |
     | as wanted: replica, node and digest                | nothing, ever                                            |
-    | of another digest, or of no wanted replica         | empty it, then stop it                                   |
+    | of no wanted replica                               | empty it, then stop it                                   |
+    | of another digest: the spec has changed            | the same, when it is its turn: of a group (the engines   |
+    |                                                    | of one role) one at a time, see `core.rolling`           |
     | on another node than wanted (its own is drained)   | empty and stop it, once its successor is ready or there  |
     |                                                    | is no place for one                                      |
 
@@ -23,7 +25,9 @@ from dataclasses import dataclass, field
 
 from raykv.cluster_messages import EngineState
 from raykv.core.backoff import Backoff
+from raykv.core.rolling import Replica, Rolling
 
+MOVING = (EngineState.STARTING, EngineState.UNHEALTHY)
 StoreAt = tuple[str, str]
 """A store's name and its node."""
 
@@ -38,11 +42,13 @@ class Instance:
 
 @dataclass(frozen=True)
 class Target:
-    """What is wanted of a replica. `node` None: no node can take it now."""
+    """What is wanted of a replica. `node` None: no node can take it now. `group`: of those that share it one at a time
+    is changed; empty: it is changed whenever it has to be."""
 
     node: str | None
     digest: str
     store: str | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Reconciler:
 
     def __init__(self) -> None:
         self.backoff = Backoff()
+        self._rolling = Rolling()
         self._known: set[Instance] = set()
         self._nodes: set[str] = set()
 
@@ -135,7 +142,7 @@ class Reconciler:
         self._nodes = set(seen.nodes)
         self._note(seen, busy, now)
         actions: list[Action] = [*forget]
-        actions += self._stops(wanted, seen, busy)
+        actions += self._stops(wanted, seen, busy, now)
         actions += [
             StartStore(at)
             for at in sorted(wanted.stores - seen.stores)
@@ -185,7 +192,8 @@ class Reconciler:
             if engine.state is EngineState.READY:
                 self.backoff.well(instance.replica, now)
 
-    def _stops(self, wanted: Wanted, seen: Seen, busy: frozenset[Busy]) -> list[Action]:
+    def _stops(self, wanted: Wanted, seen: Seen, busy: frozenset[Busy], now: float) -> list[Action]:
+        self._look_at_turns(wanted, seen, busy, now)
         stops: list[Action] = []
         for instance, engine in sorted(seen.engines.items(), key=lambda item: item[0]):
             if instance in busy:
@@ -196,15 +204,37 @@ class Reconciler:
             elif target is None:
                 stops.append(StopEngine(instance, True, "it is not wanted any more"))
             elif target.digest != engine.digest:
-                stops.append(StopEngine(instance, True, "its spec has changed"))
+                if not target.group or self._rolling.take(target.group, instance.replica, now):
+                    stops.append(StopEngine(instance, True, "its spec has changed"))
             elif target.node is None:
                 stops.append(StopEngine(instance, True, "its node is drained and no other can take it"))
             elif target.node != instance.node and _ready(target, instance.replica, seen):
                 stops.append(StopEngine(instance, True, "its successor is ready"))
         return stops
 
+    def _look_at_turns(self, wanted: Wanted, seen: Seen, busy: frozenset[Busy], now: float) -> None:
+        at_work = {one.replica for one in busy if isinstance(one, Instance)}
+        states = {one.replica: engine.state for one, engine in seen.engines.items() if _new(wanted, one, engine)}
+        replicas = [
+            Replica(
+                target.group,
+                name,
+                ready=states.get(name) is EngineState.READY,
+                moving=name in at_work or states.get(name) in MOVING,
+                failures=self.backoff.failures(name),
+            )
+            for name, target in sorted(wanted.engines.items())
+            if target.group
+        ]
+        self._rolling.look(replicas, now)
+
     def _starts(self, wanted: Wanted, seen: Seen, busy: frozenset[Busy], now: float) -> list[Action]:
         starts: list[Action] = []
+        outdated = {
+            one.replica
+            for one, engine in seen.engines.items()
+            if (target := wanted.engines.get(one.replica)) and target.group and target.digest != engine.digest
+        }
         for replica, target in sorted(wanted.engines.items()):
             if target.node is None or target.node not in seen.nodes or not self.backoff.may(replica, now):
                 continue
@@ -213,6 +243,8 @@ class Reconciler:
                 continue
             if target.store is not None and (target.store, target.node) not in seen.stores:
                 continue
+            if replica in outdated and not self._rolling.take(target.group, replica, now):
+                continue  # it is to go elsewhere, when it is its turn
             starts.append(StartEngine(instance))
         return starts
 
@@ -221,6 +253,12 @@ def _right(wanted: Wanted, instance: Instance, engine: SeenEngine) -> bool:
     """Whether it is what is wanted, and so uses no store that is not."""
     target = wanted.engines.get(instance.replica)
     return target is not None and (target.node, target.digest) == (instance.node, engine.digest)
+
+
+def _new(wanted: Wanted, instance: Instance, engine: SeenEngine) -> bool:
+    """Whether it runs what is wanted, wherever."""
+    target = wanted.engines.get(instance.replica)
+    return target is not None and target.digest == engine.digest
 
 
 def _ready(target: Target, replica: str, seen: Seen) -> bool:

@@ -174,7 +174,8 @@ def _undone_on_failure(controller: ControllerHandle, before: str, namespace: str
 
 
 def _wait_ready(controller: ControllerHandle, spec: ClusterSpec, tell: Tell) -> ClusterStatus:
-    deadline = time.monotonic() + spec.startup_timeout_s + PATIENCE_S
+    limit = spec.startup_timeout_s + PATIENCE_S
+    deadline, most = time.monotonic() + limit, 0
     reporter = _Reporter(tell)
     failures = {row.name: row.restarts for row in controller.status().engines}
     names = {engine.replica(index) for engine, index in spec.replicas}
@@ -182,6 +183,9 @@ def _wait_ready(controller: ControllerHandle, spec: ClusterSpec, tell: Tell) -> 
         status = controller.status()
         if status.spec == spec.raw:
             reporter.report(status)
+            as_wanted = sum(row.state == EngineState.READY for row in status.engines)
+            if as_wanted > most:  # engines are changed one after the other: each has its time
+                deadline, most = time.monotonic() + limit, as_wanted
             if status.ready and {row.name for row in status.engines} >= names:
                 return status
             for row in status.engines:

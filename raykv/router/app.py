@@ -13,6 +13,8 @@ from typing import Any
 
 import ray
 
+from raykv.actors import cluster
+from raykv.actors.directory_handle import HEAD
 from raykv.config.router import RouterOptions
 from raykv.errors import ClusterError
 from raykv.router.asgi import RouterApp
@@ -82,14 +84,21 @@ def deployment(serve: ModuleType, options: RouterOptions) -> Any:
         name="Router",
         num_replicas=options.replicas,
         max_ongoing_requests=options.max_requests,
-        # It works for the engines and must find a place in a full cluster; it takes a core only under load.
-        ray_actor_options={"num_cpus": 0},
+        # It works for the engines and must find a place in a full cluster; it takes a core only under load. Beside
+        # Serve's proxy, on the head's node: a replica elsewhere would lose its requests with a node of the engines.
+        ray_actor_options={"num_cpus": 0, "resources": _beside_proxy()},
         # A dead replica is seen, and started again, at the next check.
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
     )
+
+
+def _beside_proxy() -> dict[str, float]:
+    """The head's node, or any where no node says that it is the head's."""
+    known = any(node["alive"] and HEAD in node["resources"] for node in cluster.nodes())
+    return {HEAD: 0.0001} if known else {}
 
 
 def _serve() -> ModuleType:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,6 +181,61 @@ def test_a_new_life_adopts_what_runs_and_knows_what_is_wanted(bench: Bench) -> N
     assert later.controller.status().ready
 
 
+def test_a_new_life_lists_no_engines_before_it_has_heard_of_all(bench: Bench) -> None:
+    """An empty list, or half of one, would have the router refuse requests."""
+    bench.controller.apply(raw({"name": "e", "replicas": 2}))
+    bench.ticks()
+    bench.world.set_state(Instance("e-1", "n2"), None)
+    later = Bench(bench.world)
+    with pytest.raises(ClusterError, match="has not heard"):
+        later.controller.engines()
+    later.ticks()
+    with pytest.raises(ClusterError, match="has not heard"):
+        later.controller.engines()
+    later.tick(SILENT_S)  # it hangs: the others are not kept from their work for ever
+    assert [info.name for info in later.controller.engines()] == ["e-0"]
+
+
+def test_an_engine_whose_actor_is_slow_to_answer_stays_in_the_list(bench: Bench) -> None:
+    bench.controller.apply(raw({"name": "e", "replicas": 2}))
+    bench.ticks()
+    before = bench.controller.engines()
+    bench.world.set_state(Instance("e-1", "n2"), None)
+    bench.ticks()
+    assert bench.states()["e-1"] == "no answer"
+    assert bench.controller.engines() == before
+
+
+def test_the_status_of_a_new_life_waits_for_its_first_look() -> None:
+    world = MemoryWorld()
+    bench = Bench(world)
+    bench.controller.apply(raw())
+    bench.ticks()
+    seen, go = threading.Event(), threading.Event()
+    nodes = world.nodes
+
+    def slow() -> list[NodeRecord]:
+        seen.set()
+        assert go.wait(30)
+        return nodes()
+
+    world.nodes = slow  # type: ignore[method-assign]
+    later = Controller(world)
+    try:
+        later.wake()
+        assert seen.wait(30)
+        with ThreadPoolExecutor(1) as pool:
+            status = pool.submit(later.status)
+            with pytest.raises(TimeoutError):
+                status.result(0.2)
+            go.set()
+            assert [row.name for row in status.result(30).engines] == ["e-0"]
+    finally:
+        go.set()
+        later.close()
+        bench.controller.close()
+
+
 def test_a_spec_that_can_not_be_changes_nothing(bench: Bench) -> None:
     bench.controller.apply(raw())
     bench.ticks()
@@ -239,6 +295,39 @@ def test_what_is_being_stopped_is_not_ready_and_not_stopped_twice(bench: Bench) 
     bench.ticks()
     assert bench.states() == {"other-0": "ready"}
     assert bench.controller._reconciler.backoff.failures("e-0") == 0
+
+
+def test_a_changed_spec_goes_from_one_engine_of_a_role_to_the_next(bench: Bench) -> None:
+    def change(length: int) -> None:
+        pair = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode", "replicas": 2}]
+        bench.controller.apply(raw(*pair, vllm={"max_model_len": length}))
+
+    change(64)
+    bench.ticks()
+    bench.world.start_state = EngineState.STARTING
+    bench.world.calls.clear()
+    change(128)
+    bench.ticks()
+    assert bench.states() == {"d-0": "starting", "d-1": "outdated", "p-0": "starting"}
+    assert [info.name for info in bench.controller.engines() if info.ready] == ["d-1"]
+    bench.world.set_state(Instance("d-0", "n2"), EngineState.READY)
+    bench.ticks()
+    assert bench.states() == {"d-0": "ready", "d-1": "starting", "p-0": "starting"}
+    stopped = [instance.replica for call, instance in bench.world.calls if call == "empty"]
+    assert stopped == ["d-0", "p-0", "d-1"]
+
+
+def test_engines_whose_ports_move_to_each_other_are_changed_at_once(bench: Bench) -> None:
+    bench.controller.apply(raw({"name": "e", "replicas": 2, "port": 8000}))
+    bench.ticks()
+    for instance, engine in bench.world.found.items():
+        assert engine.report is not None
+        url = f"http://127.0.0.1:{8000 + int(instance.replica[-1])}"
+        bench.world.found[instance] = replace(engine, report=replace(engine.report, url=url))
+    bench.world.start_state = EngineState.STARTING
+    bench.controller.apply(raw({"name": "e", "replicas": 2, "port": 8001}))
+    bench.ticks()
+    assert bench.states() == {"e-0": "starting", "e-1": "starting"}
 
 
 def test_a_drained_node_is_emptied_when_others_have_taken_over(bench: Bench) -> None:

@@ -20,7 +20,7 @@ from raykv.actors import engine_server
 from raykv.actors.engine_process import EngineProcess, engine_environment
 from raykv.actors.engine_server import EngineServer
 from raykv.actors.ports import free_port
-from raykv.actors.processes import Pidfd, parent_of
+from raykv.actors.processes import Pidfd, parent_of, pids
 from raykv.cluster_messages import EngineOrder, EngineRole, EngineState
 
 FAKE = (sys.executable, "-S", str(Path(__file__).resolve().parents[1] / "support" / "fake_vllm.py"))
@@ -177,7 +177,9 @@ time.sleep(1000)
 """
 
 
-def test_nothing_is_left_when_the_owner_is_killed() -> None:
+@pytest.mark.parametrize("by_ray", [False, True])
+def test_nothing_is_left_when_the_owner_is_killed(by_ray: bool) -> None:
+    """`by_ray`: an actor that ends by `ray.kill`, or when its raylet has, first kills its own children."""
     port = str(free_port(LOOPBACK))
     command = [*FAKE, "model", "--grandchild", "--deaf", "--host", LOOPBACK, "--port", port]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *command], stdout=subprocess.PIPE, text=True)
@@ -186,6 +188,8 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
     next(line for line in owner.stdout if line == "ready\n")
     with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/about", timeout=10) as answer:
         child = json.load(answer)["child"]
+    for own in [one for one in pids() if parent_of(one) == owner.pid] if by_ray else []:
+        os.kill(own, signal.SIGKILL)
     owner.kill()
     owner.wait()
     until(lambda: gone(pid) and gone(child))

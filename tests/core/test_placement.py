@@ -217,3 +217,10 @@ def test_a_large_cluster_that_is_too_small_is_told_in_time() -> None:
     plan = place(spec({"name": "e", "replicas": 801, "resources": {"num_gpus": 1}}), nodes)
     assert len(plan.engines) == 800
     assert len(plan.unplaced) == 1
+
+
+def test_one_without_a_place_takes_nobodys_that_runs() -> None:
+    """`e-0` was ended for a changed spec; the others run as the old one wanted them, and stay where they are."""
+    wanted = spec({"name": "e", "replicas": 3, "resources": {"num_gpus": 1}})
+    plan = place(wanted, [node("a", 2), node("b", 2)], preferred={"e-1": "a", "e-2": "a"})
+    assert plan.engines == {"e-0": "b", "e-1": "a", "e-2": "a"}

@@ -88,7 +88,7 @@ class World:
         self.seen = replace(self.seen, engines=engines)
 
 
-def run(reconciler: Reconciler, world: World, want: Wanted, now: float, steps: int = 12) -> float:
+def run(reconciler: Reconciler, world: World, want: Wanted, now: float, steps: int = 16) -> float:
     """Until nothing is left to do; time goes on by more than the longest pause."""
     for _ in range(steps):
         now += 100
@@ -110,12 +110,16 @@ def assert_as_wanted(world: World, want: Wanted) -> None:
 
 
 targets = st.fixed_dictionaries(
-    {}, optional={r: st.tuples(st.sampled_from([*NODES, None]), st.sampled_from(["d", "e"])) for r in REPLICAS}
+    {},
+    optional={
+        r: st.tuples(st.sampled_from([*NODES, None]), st.sampled_from(["d", "e"]), st.sampled_from(["g", ""]))
+        for r in REPLICAS
+    },
 )
 wants = targets.map(
     lambda chosen: Wanted(
-        {replica: Target(node, digest, "s") for replica, (node, digest) in chosen.items()},
-        frozenset(("s", node) for node, _ in chosen.values() if node),
+        {replica: Target(node, digest, "s", group) for replica, (node, digest, group) in chosen.items()},
+        frozenset(("s", node) for node, _, _ in chosen.values() if node),
     )
 )
 seens = st.builds(
@@ -226,6 +230,62 @@ def test_an_engine_leaves_a_drained_node_when_its_successor_is_ready() -> None:
     assert stop == StopEngine(Instance("a-0", "n1"), True, "its successor is ready")
     world.do(stop, moved)
     assert reconciler.step(moved, world.seen, frozenset(), now) == [DrainStore(("s", "n1"))]
+
+
+def grouped(digest: str) -> Wanted:
+    return Wanted({name: Target(node, digest, None, "g") for name, node in zip(REPLICAS, NODES, strict=True)})
+
+
+def test_a_changed_spec_changes_one_of_a_group_at_a_time() -> None:
+    world, reconciler = World(), Reconciler()
+    now = run(reconciler, world, grouped("d"), 0.0)
+    want = grouped("e")
+    order = []
+    for _ in range(30):
+        now += 1
+        for action in reconciler.step(want, world.seen, frozenset(), now):
+            world.do(action, want)
+            if isinstance(action, StopEngine):
+                assert action.empty
+                order.append(action.instance.replica)
+                reconciler.dismiss(action.instance)
+            elif isinstance(action, StartEngine):
+                reconciler.adopt(action.instance)
+        serving = [one for one, engine in world.seen.engines.items() if engine.state is EngineState.READY]
+        assert len(serving) >= len(REPLICAS) - 1
+        world.get_ready()
+    assert order == list(REPLICAS)
+    assert_as_wanted(world, want)
+
+
+def test_one_that_is_to_go_elsewhere_waits_for_its_turn_too() -> None:
+    world, reconciler = World(), Reconciler()
+    now = run(reconciler, world, grouped("d"), 0.0)
+    want = Wanted({name: Target(node, "e", None, "g") for name, node in zip(REPLICAS, NODES[::-1], strict=True)})
+    actions = reconciler.step(want, world.seen, frozenset(), now)
+    assert {action.instance.replica for action in actions if isinstance(action, StopEngine | StartEngine)} == {"a-0"}
+    run(reconciler, world, want, now)
+    assert_as_wanted(world, want)
+
+
+def test_a_changed_spec_that_does_not_work_goes_no_further() -> None:
+    world, reconciler = World(), Reconciler()
+    now = run(reconciler, world, grouped("d"), 0.0)
+    want = grouped("e")
+    for _ in range(300):
+        now += 1
+        for action in reconciler.step(want, world.seen, frozenset(), now):
+            world.do(action, want)
+            if isinstance(action, StartEngine):
+                reconciler.adopt(action.instance)
+        for one, engine in world.seen.engines.items():
+            if engine.state is EngineState.STARTING:
+                world.break_engine(one, EngineState.FAILED)
+    kept = {one.replica for one, engine in world.seen.engines.items() if engine.digest == "d"}
+    assert kept == set(REPLICAS[1:])
+    # The spec before is wanted again: only the one that was changed is touched.
+    now = run(reconciler, world, grouped("d"), now)
+    assert_as_wanted(world, grouped("d"))
 
 
 def test_a_lost_node_is_forgotten_once_and_is_no_fault_of_its_engines() -> None:

@@ -23,6 +23,7 @@ BACK_WITHIN_S = 90.0
 
 ORDER = (
     "test_cluster",
+    "test_cluster_faults",
     "test_pd",
     "test_tensor_parallel",
     "test_start_errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,13 +18,14 @@ import pytest
 import yaml
 
 from raykv.actors.processes import Pidfd, parent_of
-from raykv.cluster_messages import ClusterStatus, EngineRow
+from raykv.cluster_messages import CONTROLLER, ClusterStatus, EngineRow
 from raykv.config.cluster_spec import ClusterSpec
+from raykv.core.reconcile import Instance
 from raykv.errors import ConfigError
 from raykv.launch import up as launch
 from raykv.launch.spec_file import spec_from
 from tests.support.process import REPOSITORY, free_ports
-from tests.support.sim_cluster import SimCluster
+from tests.support.sim_cluster import SimCluster, router_replicas
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -137,6 +139,22 @@ def test_up_spreads_finds_everything_again_and_down_leaves_nothing(running: Runn
     assert all(gone(pid) for pid in pids.values())
 
 
+def test_a_changed_spec_goes_from_one_engine_to_the_next(running: Running) -> None:
+    before = {row.name: row for row in running.up(spec({"name": "e", "replicas": 3})).engines}
+    running.lines.clear()
+    after = {
+        row.name: row for row in running.up(spec({"name": "e", "replicas": 3}, vllm={"max_model_len": 64})).engines
+    }
+    assert all(after[name].pid != row.pid for name, row in before.items())
+    lines = [(line.name, line.state) for line in running.lines if line.kind == "engine" and line.state != "ended"]
+    last = [max(i for i, line in enumerate(lines) if line == (name, "ready")) for name in sorted(after)]
+    first = [
+        min(i for i, (n, state) in enumerate(lines) if n == name and state != "outdated") for name in sorted(after)
+    ]
+    # Each is touched when the one before it is ready again.
+    assert all(ready < touched for ready, touched in zip(last, first[1:], strict=False)), lines
+
+
 def test_each_engine_has_the_gpu_that_ray_gave_its_actor(running: Running) -> None:
     status = running.up(spec({"name": "e", "replicas": 2, "resources": {"num_gpus": 1}}))
     devices = []
@@ -146,25 +164,53 @@ def test_each_engine_has_the_gpu_that_ray_gave_its_actor(running: Running) -> No
     assert sorted(devices) == ["0", "1"]
 
 
+def child_of(row: EngineRow) -> int:
+    """What the fake engine has started."""
+    with urllib.request.urlopen(row.url + "/about", timeout=10) as answer:
+        return int(json.load(answer)["child"])
+
+
+def actor_of(row: EngineRow) -> Any:
+    """Its actor, as the Controller finds it."""
+    from raykv.actors.nodes import RayWorld
+
+    return RayWorld("raykv").engines([row.node])[Instance(row.name, row.node)]
+
+
 def test_kill_the_process_the_actor_and_the_controller(running: Running) -> None:
+    import ray
+
     rows = {
         row.name: row for row in running.up(spec({"name": "e", "replicas": 2, "options": {"grandchild": True}})).engines
     }
-    with urllib.request.urlopen(rows["e-0"].url + "/about", timeout=10) as answer:
-        grandchild = json.load(answer)["child"]
+    grandchild = child_of(rows["e-0"])
 
     os.kill(rows["e-0"].pid, signal.SIGKILL)
     again = running.ready_again(rows, {"e-0"})
     assert gone(grandchild)
     assert again["e-0"].restarts == 1
 
-    guard = parent_of(again["e-1"].pid) or 0
-    os.kill(parent_of(guard) or 0, signal.SIGKILL)
-    until(lambda: gone(again["e-1"].pid), "the engine has outlived its actor")
+    grandchild = child_of(again["e-1"])
+    os.kill(actor_of(again["e-1"]).report.actor_pid, signal.SIGKILL)
+    until(lambda: gone(again["e-1"].pid) and gone(grandchild), "the engine has outlived its actor")
     rows = running.ready_again(again, {"e-1"})
 
+    grandchild = child_of(rows["e-1"])
+    ray.kill(ray.get_actor(actor_of(rows["e-1"]).actor, "raykv"))
+    until(lambda: gone(rows["e-1"].pid) and gone(grandchild), "the engine has outlived its actor, which Ray ended")
+    rows = running.ready_again(rows, {"e-1"})
+
     os.kill(running.controller.info().pid, signal.SIGKILL)
-    until(lambda: _answers(running), "the Controller did not come back")
+    lists: list[int] = []
+
+    def back() -> bool:
+        """What the router would be told meanwhile: nothing, or all."""
+        with contextlib.suppress(Exception):
+            lists.append(len(ray.get(ray.get_actor(CONTROLLER, "raykv").engines.remote(), timeout=30)))
+        return bool(lists) and _answers(running)
+
+    until(back, "the Controller did not come back")
+    assert set(lists) == {2}
     assert running.ready_again(rows, set()).keys() == rows.keys()
 
 
@@ -179,12 +225,17 @@ def test_a_node_that_dies_is_replaced_and_one_that_joins_is_used(sim: SimCluster
     victim = sim.add(num_cpus=2, resources={"big": 1}, **SMALL)
     wanted = spec(
         {"name": "fixed", "resources": {"num_cpus": 1, "labels": {"pool": "decode"}}},
-        {"name": "movable", "resources": {"num_cpus": 1, "custom": {"big": 1}}},
+        {
+            "name": "movable",
+            "resources": {"num_cpus": 1, "custom": {"big": 1}},
+            "options": {"grandchild": True},
+        },
     )
     rows = {row.name: row for row in running.up(wanted).engines}
     assert rows["movable-0"].node == victim.node_id
+    grandchild = child_of(rows["movable-0"])
     sim.kill(victim)
-    until(lambda: gone(rows["movable-0"].pid), "the engine has outlived its raylet")
+    until(lambda: gone(rows["movable-0"].pid) and gone(grandchild), "the engine has outlived its raylet")
     waiting = until(
         lambda: next((r for r in running.status().engines if r.name == "movable-0" and r.state == "waiting"), None),
         "the lost node was not noticed",
@@ -275,7 +326,7 @@ def raykv(*arguments: str) -> dict[str, Any]:
     return {"rc": done.returncode, **json.loads(done.stdout)}
 
 
-def test_the_command_line_with_a_router(running: Running, tmp_path: Path) -> None:
+def test_the_command_line_with_a_router(sim: SimCluster, running: Running, tmp_path: Path) -> None:
     [port] = free_ports(1)
     file = tmp_path / "spec.yaml"
     file.write_text(yaml.safe_dump({**json.loads(spec({"name": "e"}).raw), "router": {"port": port}}))
@@ -287,6 +338,8 @@ def test_the_command_line_with_a_router(running: Running, tmp_path: Path) -> Non
     assert status["ready"] and status["engines"][0]["pid"] == engine["pid"]
     with urllib.request.urlopen(f"{up['router']}/health", timeout=60) as answer:
         assert answer.status == 200
+    [replica] = router_replicas()
+    assert parent_of(replica) == sim.head_raylet, "it would be lost with a node of the engines"
     again = raykv("up", str(file))
     assert again["engines"] == up["engines"]
     file.write_text(file.read_text().replace("model:", "modle:"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Mapping
 
 MAX_TOKENS = 16
 
@@ -28,6 +29,11 @@ PROMPTS: dict[str, list[int]] = {
 }
 
 
-def fingerprint() -> str:
+LOAD_TOKENS = 32
+LOAD: dict[str, list[int]] = {f"load{i}": prompt(100 + 27 * (i % 8), seed=100 + i) for i in range(48)}
+"""For a load that goes on for minutes: more of them than a small KV cache holds."""
+
+
+def fingerprint(prompts: Mapping[str, list[int]] = PROMPTS, max_tokens: int = MAX_TOKENS) -> str:
     """Changes with any prompt, so that stored expectations go stale by themselves."""
-    return hashlib.sha256(json.dumps([PROMPTS, MAX_TOKENS]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([prompts, max_tokens]).encode()).hexdigest()[:16]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.device_communicators import shm_broadcast
 
-SpinCondition.__init__.__defaults__ = (0.002,)
+shm_broadcast.SpinCondition.__init__.__defaults__ = (0.002,)
+# A writer may lose the word that would wake a sleeping reader (its socket holds one), which then looks again by itself,
+# after 5 s. Those that spin seldom sleep.
+shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
 
 if __name__ == "__main__":
     from raykv.connector.vllm_main import main
