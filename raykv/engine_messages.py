@@ -94,8 +94,9 @@ class ChildView:
 class EngineView:
     """An engine at one moment; `children` in the order in which they are asked.
 
-    `model` as vLLM was given it, `served` the names clients use. `name`: its replica's, where `raykv up` started it. `store`: the actor name of the store that its
-    TierConnector uses, "" without one; `fingerprints`: of its writing ranks there, in hexadecimal, by rank.
+    `model` as vLLM was given it, `served` the names clients use. `name`: its replica's, where `raykv up` started it.
+    `store`: the actor name of the store that its TierConnector uses, "" without one; `fingerprints`: of its writing
+    ranks there, in hexadecimal, by rank.
     `prefill_rate` tokens/s computed and `load_rates` tokens/s by child, as measured; 0 or absent: not yet known.
     `tokens`: prompt tokens by source since the start: "gpu" (vLLM's own prefix cache), a medium, a hosted child's
     name, "computed", "not run" (the request ended before). Their sum is all prompt tokens of the requests that ended.

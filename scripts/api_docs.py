@@ -25,8 +25,8 @@ do when something breaks, is in [operators.md](operators.md).
 ```python
 import raykv
 
-with raykv.connect() as kv:                       # the cluster of RAY_ADDRESS, or of this machine
-    print(kv.engines, kv.stores)                  # rich.print(kv.snapshot()) shows tables
+with raykv.connect() as kv:  # the cluster of RAY_ADDRESS, or of this machine
+    print(kv.engines, kv.stores)  # rich.print(kv.snapshot()) shows tables
     found = kv.lookup("You are a helpful ...", engine="decode-0")
     print(found.said, found.to_dict())
     pin = kv.pin("You are a helpful ...", "10m")

@@ -31,7 +31,9 @@ def engine(engines: Sequence[Engine], name: str | None, model: str | None = None
         if len({(one.model, one.fingerprints, one.block_size) for one in pool}) > 1:
             raise OperationError(f"There are {len(pool)} engines. Say which one is meant: {_ids(pool)}.")
         return next((one for one in pool if not one.problem), pool[0])
-    return _matching("engine", name, pool, lambda one: (one.name or one.id, one.id), lambda one: (one.host, one.model, *one.served))
+    return _matching(
+        "engine", name, pool, lambda one: (one.label, one.id), lambda one: (one.host, one.model, *one.served)
+    )
 
 
 def _check_model(engines: Sequence[Engine], name: str | None, model: str) -> None:
@@ -50,7 +52,7 @@ def _check_model(engines: Sequence[Engine], name: str | None, model: str) -> Non
 
 
 def _ids(engines: Iterable[Engine]) -> str:
-    return ", ".join(one.name or one.id for one in engines) or "none"
+    return ", ".join(one.label for one in engines) or "none"
 
 
 def node(nodes: Sequence[Node], name: str) -> Node:

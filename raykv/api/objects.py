@@ -96,9 +96,10 @@ class Child(Shown):
 class Engine(Shown):
     """An engine, its children in the order in which they are asked.
 
-    `id` is vLLM's engine id, `name` its replica's where `raykv up` started it, `served` the names clients use, `store` the actor of the store that its TierConnector
-    uses. `tokens`: prompt tokens by source since its start ("gpu", a medium, a child, "computed"). `prefill_rate` and
-    `load_rates` in tokens/s, 0 or absent where not known yet. `problem`: why nothing newer is known of it.
+    `id` is vLLM's engine id, `name` its replica's where `raykv up` started it, `served` the names clients use, `store`
+    the actor of the store that its TierConnector uses. `tokens`: prompt tokens by source since its start ("gpu", a
+    medium, a child, "computed"). `prefill_rate` and `load_rates` in tokens/s, 0 or absent where not known yet.
+    `problem`: why nothing newer is known of it.
     """
 
     id: str
@@ -132,18 +133,23 @@ class Engine(Shown):
         """Its child of that name, if there is one."""
         return next((child for child in self.children if child.name == name), None)
 
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self.name or self.id
+
     def row(self) -> tuple[object, ...]:
         """Its line of a table."""
         place = f"{self.node[:ID_CHARS]} {self.host}".strip() or "-"
         children = ", ".join(f"{child.name} {child.state}" for child in self.children) or "-"
         last = self.problem or shares(self.tokens) or "-"
-        return (self.name or self.id, self.served[0] if self.served else self.model, self.role, place, self.pid, self.running,
-                children, last)  # fmt: skip
+        model = self.served[0] if self.served else self.model
+        return (self.label, model, self.role, place, self.pid, self.running, children, last)
 
     def __repr__(self) -> str:
         children = ", ".join(f"{child.name} {child.state}" for child in self.children)
         name = self.served[0] if self.served else self.model
-        return f"<Engine {self.name or self.id} {name} on {self.host or self.node[:ID_CHARS]}: {children or 'no children'}>"
+        return f"<Engine {self.label} {name} on {self.host or self.node[:ID_CHARS]}: {children or 'no children'}>"
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
