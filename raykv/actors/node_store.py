@@ -302,8 +302,8 @@ class NodeStore:
     def where(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[BlockPlace, ...]:
         return self._admin.where(fingerprints, hashes)
 
-    def why(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[Absence | None, ...]:
-        return self._admin.why(fingerprints, hashes)
+    def why(self, fingerprints: tuple[str, ...], hashes: bytes, then: float = 0.0) -> tuple[Absence | None, ...]:
+        return self._admin.why(fingerprints, hashes, then)
 
     def pin(self, number: str, selection: Selection, seconds: float, note: str) -> AdminDone:
         return self._admin.pin(number, selection, seconds, note)

@@ -195,13 +195,13 @@ class PeerPrefetcher:
             return False, "it does not say how large its blocks are"
         todo, patience = self._offers(part), time.monotonic() + PATIENCE_S
         while todo:
+            self._give_way()
             if order.progress.stopped or time.monotonic() >= part.until:
                 return False, ""
             some = _batch(todo[: order.left])
             if not some:
                 order.homeless.update(one.key for one in todo)
                 return False, ""
-            self._give_way()
             adopted = self._adopter.adopt(_adopt(part, some))
             if len(adopted.blocks) != len(some):
                 if not self.why_not():

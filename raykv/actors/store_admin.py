@@ -200,9 +200,9 @@ class StoreAdmin:
         """For each hash where its block lies, over all ranks and KV groups of these fingerprints."""
         return self._places().where(fingerprints, hashes)
 
-    def why(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[Absence | None, ...]:
-        """For each hash why its block is not here; None: it is, with all its parts."""
-        return self._places().why(fingerprints, hashes)
+    def why(self, fingerprints: tuple[str, ...], hashes: bytes, then: float = 0.0) -> tuple[Absence | None, ...]:
+        """For each hash why its block is not here; None: it is, with all its parts. `then` as `Places.why` says."""
+        return self._places().why(fingerprints, hashes, then)
 
     def _places(self) -> Places:
         return Places(self._stock, self.models)

@@ -112,7 +112,7 @@ class Prefetch:
         return len(what.hashes) * len(heads) if what.hashes is not None else 0
 
     def _chosen(self, operation: Operation) -> Chosen:
-        """The medium of a selection is where the blocks go."""
+        """The medium of a selection, or of the order's tier, is where the blocks go."""
         if operation.selection is None:
             raise StoreError("What is to be prefetched is said by a Selection: of a prefix all its hashes.")
         what, stock = chosen(operation.selection, self._stock.book.serving_media), self._stock
@@ -122,8 +122,9 @@ class Prefetch:
                 "This store has one tier only: there is nothing slower to prefetch from. From other nodes it needs a "
                 "peer tier, and a selection by hashes and fingerprints."
             )
-        if what.medium not in (None, own[0]):
-            raise StoreError(f"Blocks are prefetched to the fastest tier, {own[0]}, and not to {what.medium}.")
+        for medium in (what.medium, operation.tier.medium if operation.tier is not None else None):
+            if medium not in (None, own[0]):
+                raise StoreError(f"Blocks are prefetched to the fastest tier, {own[0]}, and not to {medium}.")
         return Chosen(what.fingerprints, what.tenant, what.hashes, None)
 
     def run(self, operation: Operation, progress: Progress) -> str:

@@ -14,6 +14,8 @@ from raykv.store_messages import FINGERPRINT_NBYTES
 
 STEP = 64
 """Hashes in one hold of the lock."""
+LEFT = frozenset({Why.EVICTED, Why.EXPIRED, Why.CLEARED})
+"""Reasons of a block that was here before."""
 MOST_OTHERS = 4096
 """Of other models so many heads are looked for, those of which the store holds something."""
 
@@ -47,8 +49,12 @@ class Places:
         parts = sum(map(bool, tiers))
         return BlockPlace(tuple(everywhere), parts, max(1, len(keys)), slots * stock.tiers.slot_nbytes, expires)
 
-    def why(self, fingerprints: Sequence[str], hashes: bytes) -> tuple[Absence | None, ...]:
-        """For each hash; None: all its parts are held. Raises StoreError for bad input."""
+    def why(self, fingerprints: Sequence[str], hashes: bytes, then: float = 0.0) -> tuple[Absence | None, ...]:
+        """For each hash; None: all its parts are held. Raises StoreError for bad input.
+
+        `then`: why it was not here at that time (seconds since the epoch), as far as is remembered; 0: now. A block
+        that is held, and of which nothing older is remembered, is None then too.
+        """
         mine, digests, stock = checked_fingerprints(fingerprints), checked_hashes(hashes), self._stock
         if stock is None:
             never = Absence(Why.NEVER_STORED, detail="the store has no open tier: no engine has joined it yet")
@@ -59,18 +65,26 @@ class Places:
         found: list[Absence | None] = []
         for at in range(0, len(digests), STEP):
             with stock.lock:
-                found += [self._absence(stock, heads, others, digest) for digest in digests[at : at + STEP]]
+                found += [self._absence(stock, heads, others, digest, then) for digest in digests[at : at + STEP]]
         return tuple(found)
 
-    def _absence(self, stock: Stock, heads: Sequence[bytes], others: Sequence[bytes], digest: bytes) -> Absence | None:
+    def _absence(
+        self, stock: Stock, heads: Sequence[bytes], others: Sequence[bytes], digest: bytes, then: float
+    ) -> Absence | None:
         book = stock.book
-        lacking = [head + digest for head in heads if book.find(head + digest) is None]
-        if heads and not lacking:
-            return None
+        keys = [head + digest for head in heads]
+        lacking = [key for key in keys if book.find(key) is None]
         parts = ""
-        if len(lacking) < len(heads):
+        if 0 < len(lacking) < len(heads):
             parts = f"{len(heads) - len(lacking)} of {len(heads)} parts are held"
-        noted = [found for key in lacking if (found := book.contents.absences.find(key)) is not None]
+        # What is held now may have been away then: who missed it has most often stored it himself since.
+        noted = [
+            found for key in (keys if then else lacking) if (found := book.contents.absences.find(key)) is not None
+        ]
+        gone_since = [found for found in noted if found[1] > then > 0 and found[0] in LEFT]
+        noted = [found for found in noted if found not in gone_since]
+        if heads and not lacking and not noted:
+            return None
         if noted:
             why, at = max(noted, key=lambda one: one[1])
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
@@ -78,6 +92,12 @@ class Places:
         elsewhere = [head[:FINGERPRINT_NBYTES] for head in others if book.find(head + digest) is not None]
         if elsewhere and not parts:
             return Absence(Why.OTHER_FINGERPRINT, 0.0, self._differ(heads, list(dict.fromkeys(elsewhere))))
+        if gone_since and not parts:
+            why, at = max(gone_since, key=lambda one: one[1])
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+            return Absence(
+                Why.NOT_FOUND, 0.0, f"it has left since, at {when} ({why}); what was before is not known any more"
+            )
         return Absence(Why.NEVER_STORED, 0.0, parts)
 
     def _differ(self, heads: Sequence[bytes], others: Sequence[bytes]) -> str:

@@ -72,7 +72,9 @@ def _check_add(
 ) -> None:
     if spec.medium in there:
         mine = stock.tiers.spec_of(there[spec.medium].tier)
-        if stages[spec.medium] is Stage.DRAINED and mine.path == spec.path and mine.capacity == spec.capacity:
+        slot = stock.tiers.slot_nbytes  # what is shown of a tier is its slots, and a resize may have been to any bytes
+        as_it_is = mine.path == spec.path and slots_for(mine.capacity, slot) == slots_for(spec.capacity, slot)
+        if stages[spec.medium] is Stage.DRAINED and as_it_is:
             return
         raise StoreError(
             f"The store has a {spec.medium} tier already ({_where(mine)}, {mine.capacity} bytes, "

@@ -99,7 +99,7 @@ class AtStores(AtTiers):
         tiers of other nodes' stores into a host tier, where the store has a peer tier.
 
         Into the engine's own store unless `store` names some (NAME@NODE: the one there) or `node` says where: each
-        store fetches what it lacks itself. Nothing is lost for it, so it may find no room; `said` has the figures.
+        store fetches what it lacks itself. Nothing is lost for it, so it may find no room: `parts` say what came.
         Waits until it is done, for `wait_s` at most (0: not at all); `tell` hears of its progress.
         """
         medium = finding.medium(tier)
@@ -111,7 +111,7 @@ class AtStores(AtTiers):
         selection, stores = self._of_prompt(prompt, engine, model, store, cache_salt, lora)
         for one in stores:
             self._usable(one, medium)
-        windows = self._windows(selection)
+        windows = self._windows(selection, stores)
         operation = Operation(chosen, OperationKind.PREFETCH, selection, TierSpec(medium, 0), windows=windows)
         return self._follow("prefetch", lambda _: operation, stores, wait_s, tell)
 
@@ -228,11 +228,15 @@ class AtStores(AtTiers):
         hashes = self._some_blocks(prompt, of, known, cache_salt, lora)
         return Selection(of.fingerprints, hashes=hashes), stores
 
-    def _windows(self, selection: Selection) -> tuple[int, ...]:
-        """Of the KV groups of the selected model, as a store says that its engine is attached to; else empty."""
-        prints = set(selection.fingerprints)
-        models = (model for one in self._stores() for model in one.models)
-        return next((model.windows for model in models if model.fingerprint in prints and model.windows), ())
+    def _windows(self, selection: Selection, stores: Sequence[Store]) -> tuple[int, ...]:
+        """Of the selected model's KV groups, for a store that no engine of it is attached to: as another one says."""
+
+        def known(some: Sequence[Store]) -> list[tuple[int, ...]]:
+            models = [model for one in some for model in one.models if model.fingerprint in selection.fingerprints]
+            return [model.windows for model in models if model.windows]
+
+        alone = [one for one in stores if not known([one])]
+        return next(iter(known(stores) or known(self._stores())), ()) if alone else ()
 
     def _some_blocks(self, prompt: Prompt, of: Engine, known: Sequence[Store], cache_salt: str, lora: str) -> bytes:
         found = self._hashed(prompt, of, known, cache_salt, lora)

@@ -21,7 +21,7 @@ from raykv.engine_messages import Missed, Story, TokenRange, Why
 from raykv.store_messages import HASH_NBYTES
 
 BEHIND = "it is there, behind one that is not: only a whole prefix can be loaded"
-LATER = "it is there now: it came after this request asked"
+LATER = "it came after this request had asked, as far as the store remembers"
 ASKED_BLOCKS = 256
 """Of how many of the missing blocks the stores are asked why: later ones follow the first."""
 STORE_SAYS = frozenset({Why.NOT_FOUND, Why.NEVER_STORED, Why.EVICTED, Why.EXPIRED, Why.CLEARED, Why.CORRUPT,
@@ -94,7 +94,7 @@ def _ask_stores(
     askable = {store.actor: store for store in stores if not store.problem and store.actor in callers}
 
     def one(actor: str) -> tuple[Absence | None, ...]:
-        answer = ask(callers[actor], "why", engine.fingerprints, hashes, timeout=timeout)
+        answer = ask(callers[actor], "why", engine.fingerprints, hashes, story.arrived, timeout=timeout)
         return cast("tuple[Absence | None, ...]", answer)
 
     answers, errors = at_all(one, askable)
@@ -174,7 +174,8 @@ def _of_stores(at: int, own: str, engine: Engine, stores: Sequence[Store], absen
             reasons.append(Reason(store.at, str(absence.why), said))
         elif store.actor == own:
             before = any(gone is not None for earlier, gone in answer.items() if earlier < block)
-            reasons.append(Reason(store.at, str(Why.NOT_FOUND), BEHIND if before else LATER))
+            held = (Why.NOT_FOUND, BEHIND) if before else (Why.NEVER_STORED, LATER)
+            reasons.append(Reason(store.at, str(held[0]), held[1]))
         elif absence is None and reasons:
             reasons.append(Reason(store.at, "held there", "and not read from there: see the peer tier"))
     return reasons

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from raykv.actors import cluster, controller_handle, desk_handle, store_handle
 from raykv.api.asking import at_all
@@ -13,13 +14,30 @@ from raykv.api.errors import NotDoneError
 from raykv.api.objects import split_actor
 from raykv.api.reach import Caller, NodeFact, Tell
 from raykv.api.words import show_seconds
-from raykv.errors import ClusterError, RayKVError
+from raykv.errors import ClusterError, HostDied, RayKVError
 
 logger = logging.getLogger("raykv")
 
 _lock = threading.Lock()
 _open = 0
 _joined = False
+
+
+class _Kept:
+    """An actor's caller, found once. `lost` hears when the actor has died: one of the same name may have followed it
+    (an engine starts a new desk), which the next look then finds."""
+
+    def __init__(self, caller: Caller, lost: Callable[[str], object]) -> None:
+        self.name = caller.name
+        self._caller, self._lost = caller, lost
+
+    def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """As `reach.Caller` says."""
+        try:
+            return self._caller.call(method, *args, timeout=timeout)
+        except HostDied:
+            self._lost(self.name)
+            raise
 
 
 class RayWorld:
@@ -88,7 +106,7 @@ class RayWorld:
             caller = self._callers.get(name)
             if caller is None:
                 try:
-                    caller = find(name, self.namespace)
+                    caller = _Kept(find(name, self.namespace), lambda one: self._callers.pop(one, None))
                 except RayKVError as error:
                     logger.debug("%s is gone: %s", name, error)
                     continue

@@ -234,6 +234,8 @@ class DeskLink:
         states = [state for state in known if self._states.get(state.number) != state]
         self._gather()
         stories = self._next_stories()
+        if any(state.progress.final for state in states):
+            self._view_at = 0.0  # who hears that an order is done sees the chain as it has become
         view = self._new_view(opened, now)
         busy = any(not state.progress.final for state in (*self._states.values(), *states))
         self._push_at = now + (BUSY_S if busy else PUSH_S)

@@ -16,6 +16,8 @@ from raykv.errors import HostDied
 from raykv.store_messages import Attached, HandOver, LookedUp, LookUp, Medium, Settle
 from raykv.types import EngineId, LeaseId, RequestId, StoreLife
 
+pytestmark = pytest.mark.process
+
 E, LIFE = EngineId("e"), StoreLife("life")
 PATIENCE = 30.0
 HERE, THERE = "raykv-store-default-00", "raykv-store-default-11"

@@ -21,6 +21,8 @@ from raykv.messages import NO_ATTEMPT, ChildEvent, EventKind, HookFault, LoadOrd
 from raykv.types import Attempt, Incarnation, Rank, RequestId
 from tests.support.fake_host import Call, FakeHost, step_record
 
+pytestmark = pytest.mark.process
+
 FOREVER = 60.0
 """A limit that no test reaches; the tests' own patience is below it."""
 PATIENCE = 30.0

@@ -18,6 +18,8 @@ from raykv.directory_messages import Holder, Locate, Publish
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES
 from raykv.types import StoreLife
 
+pytestmark = pytest.mark.process
+
 FP = bytes(FINGERPRINT_NBYTES)
 HASHES = [random.Random(number).randbytes(HASH_NBYTES) for number in range(3000)]
 PATIENCE = 30.0

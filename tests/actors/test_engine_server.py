@@ -23,6 +23,8 @@ from raykv.actors.ports import free_port
 from raykv.actors.processes import Pidfd, parent_of, pids
 from raykv.cluster_messages import EngineOrder, EngineRole, EngineState
 
+pytestmark = pytest.mark.process
+
 FAKE = (sys.executable, "-S", str(Path(__file__).resolve().parents[1] / "support" / "fake_vllm.py"))
 LOOPBACK = "127.0.0.1"
 

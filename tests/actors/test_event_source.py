@@ -14,6 +14,8 @@ from raykv.core import event_book
 from raykv.core.event_log import EventLog, Numbered
 from tests.support.event_model import DISK, HOST, Believer, ModelStore, block_hash, model
 
+pytestmark = pytest.mark.process
+
 ENOUGH = 20_000
 STEPS = ("save", "move", "evict", "tell", "tell", "anew", "die", "node", "name", "read", "replay", "part", "lose")
 

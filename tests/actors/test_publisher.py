@@ -20,6 +20,8 @@ from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, Cascade, Mediu
 from raykv.types import EngineId, JobId, Rank, StoreLife
 from tests.support.in_process_directory import InProcessDirectory
 
+pytestmark = pytest.mark.process
+
 E = EngineId("e")
 FP = bytes(FINGERPRINT_NBYTES)
 HASHES = [random.Random(number).randbytes(HASH_NBYTES) for number in range(30_000)]

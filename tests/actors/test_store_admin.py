@@ -139,6 +139,24 @@ def test_why_a_block_is_not_here(h: Harness) -> None:
     assert why("q2").why == Why.CORRUPT
 
 
+def test_why_a_block_was_not_here_then(h: Harness) -> None:
+    """Who missed a block has most often stored it since, so what is asked is how things were when he looked."""
+    store = h.store(h.spec(4))
+    rank = h.rank(store)
+    mine, p = (rank.attach.fingerprint.hex(),), prompt_of("p", 1)
+    h.put(store, rank, "p", [0])
+    assert store.why(mine, p, time.time()) == (None,)  # nothing older is remembered
+    store.forget(Selection(hashes=p))
+    cleared = time.time()
+    h.put(store, rank, "p", [0])
+    assert store.why(mine, p) == (None,)
+    assert [one and one.why for one in store.why(mine, p, cleared)] == [Why.CLEARED]
+    store.forget(Selection(hashes=p))
+    [since] = store.why(mine, p, cleared)
+    assert since is not None and since.why == Why.NOT_FOUND and "has left since" in since.detail
+    assert [one and one.why for one in store.why(mine, p, time.time())] == [Why.CLEARED]
+
+
 def test_no_room_and_over_quota_are_told_apart(h: Harness) -> None:
     store = h.store(h.spec(4))
     rank = h.rank(store)

@@ -198,6 +198,15 @@ def test_a_drained_tier_is_read_and_takes_nothing(h: Harness, tmp_path: Path) ->
     assert tiers(store)[0] == (HOST, 4, 4) and not store.status().tiers[0].draining
 
 
+def test_a_drained_tier_is_added_again_by_the_size_that_is_shown(h: Harness) -> None:
+    """A resize may be to any number of bytes; what is shown of a tier is its slots."""
+    store = h.store(h.spec(8, 16))
+    h.rank(store)
+    do(store, OperationKind.RESIZE_TIER, TierSpec(HOST, 4 * SLOT + 100))
+    drain(store, HOST)
+    assert "takes blocks again" in add(store, HOST, store.status().tiers[0].slots).result
+
+
 def test_what_finds_no_room_is_left_and_read_and_goes_with_its_tier(h: Harness, tmp_path: Path) -> None:
     store = h.store(h.spec(2, 16))
     rank = h.rank(store)

@@ -18,7 +18,7 @@ from raykv.errors import ClusterError, ConfigError, StoreError
 from raykv.store_messages import DrainReport
 from raykv.types import StoreLife
 from tests.api.cases import LEFT, RIGHT
-from tests.support.fake_operators import HOSTS, NODES, FakeWorld
+from tests.support.fake_operators import HOSTS, NODES, FakeCaller, FakeWorld
 
 
 class Edge:
@@ -97,6 +97,18 @@ def test_what_is_seen_through_it(edge: Edge) -> None:
     assert edge.left == 1
     with pytest.raises(ClusterError, match=r"was closed.*raykv\.connect"):
         _ = kv.nodes
+
+
+def test_a_desk_that_follows_a_dead_one_is_found(edge: Edge) -> None:
+    """An engine whose desk has died starts a new one of the same name."""
+    desks = edge.world.desk_callers
+    name = next(name for name in desks if name.endswith("engine-b"))
+    with raykv.connect() as kv:
+        assert [engine.id for engine in kv.engines] == ["engine-a", "engine-b"]
+        old, desks[name] = desks[name], FakeCaller(name, desks[name].target)
+        old.dead = True
+        assert [engine.id for engine in kv.engines] == ["engine-a"]
+        assert [engine.id for engine in kv.engines] == ["engine-a", "engine-b"]
 
 
 def test_who_joined_leaves(edge: Edge) -> None:

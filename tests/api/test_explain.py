@@ -79,7 +79,7 @@ def test_a_reason_for_each_run_of_blocks(kv: Cluster, world: FakeWorld) -> None:
 def test_what_came_after_the_request_asked(kv: Cluster, world: FakeWorld) -> None:
     store(world).put(HASHES, Medium.HOST)
     told(world, a_story(missed=(Missed(0, 64, "tiers", Why.NOT_FOUND),)))
-    assert "it came after this request asked" in kv.explain("cmpl-7-0").reason
+    assert "it came after this request had asked" in kv.explain("cmpl-7-0").reason
 
 
 def test_what_lies_behind_a_gap(kv: Cluster, world: FakeWorld) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from raykv.errors import RayKVError
 from raykv.store_messages import Medium
 from tests.api.cases import CHILD, HASHES, LEFT, RIGHT, TOKENS, state, store
 from tests.support.fake_operators import FakeDesk, FakeStore, FakeWorld
+
+pytestmark = pytest.mark.process
 
 CALLS = int(os.environ.get("RAYKV_FUZZ_CALLS", "20"))
 """Operations in one example."""

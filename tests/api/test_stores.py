@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.api.cases import CHILD, HASHES, LEFT, RIGHT, TOKENS, caller, desk, sh
 from tests.support.fake_operators import (
     NODES,
     OTHER_PRINT,
+    PRINT,
     FakeStore,
     FakeWorld,
     hashes_of,
@@ -131,6 +133,18 @@ def test_prefetch_into_another_nodes_store(kv: Cluster, world: FakeWorld) -> Non
     store(world, RIGHT).put(HASHES, Medium.DISK)
     assert [part.where for part in kv.prefetch(TOKENS, node="right").parts] == ["default@b2b2b2b2b2b2"]
     assert all(Medium.HOST in media for media, _ in store(world, RIGHT).blocks.values())
+
+
+def test_windows_are_said_where_no_engine_does(kv: Cluster, world: FakeWorld) -> None:
+    """The store of another node learns from the order what the engine's own store knows."""
+    left, right = store(world), store(world, RIGHT)
+    left.models[PRINT] = dataclasses.replace(left.models[PRINT], windows=(0, 3))
+    for one in (left, right):
+        one.put(HASHES, Medium.DISK)
+    right.models.clear()
+    number = kv.prefetch(TOKENS, node="right").number
+    assert right.ops[number][0].windows == (0, 3)
+    assert left.ops[kv.prefetch(TOKENS).number][0].windows == ()
 
 
 def test_a_tier_or_a_store_that_takes_nothing(kv: Cluster, world: FakeWorld) -> None:

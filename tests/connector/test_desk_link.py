@@ -198,6 +198,19 @@ def test_orders_are_carried_out_once_and_followed(engine: Engine) -> None:
     assert engine.chain.taken == [order]
 
 
+def test_who_hears_that_an_order_is_done_sees_what_it_did(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain as it has become is told at the latest with the order's end, and not at the next view's turn."""
+    monkeypatch.setattr(desk_link, "PUSH_S", 0.01)
+    engine.up()
+    engine.desks.desk.order(ChainOrder("1", ChildOp.PAUSE, "files"))
+    eventually(lambda: bool(engine.chain.taken))
+    seen = engine.desks.desk.view()
+    engine.link._view_at = time.monotonic() + 3600.0
+    engine.chain.found["1"] = OrderState("1", Progress.DONE, "", 3.0)
+    eventually(lambda: engine.desks.desk.orders()[0].progress is Progress.DONE)
+    assert engine.desks.desk.view().seen > seen.seen
+
+
 def test_many_orders_at_once_each_once(engine: Engine) -> None:
     engine.up()
     orders = [ChainOrder(str(number), ChildOp.RESTART, "files") for number in range(60)]

@@ -29,6 +29,7 @@ ORDER = (
     "test_start_errors",
     "test_tiers",
     "test_tier_groups",
+    "test_operating",
     "test_offload",
     "test_faults",
     "test_storm",

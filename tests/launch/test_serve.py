@@ -20,6 +20,8 @@ from raykv.errors import ConfigError
 from raykv.launch import serve
 from tests.support.process import REPOSITORY, ProcessGroup, free_ports
 
+pytestmark = pytest.mark.process
+
 
 def test_the_config_is_one_that_raykv_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_facts, "free_memory", lambda: 10 << 30)

@@ -11,6 +11,8 @@ from raykv.config.cluster_spec import ClusterSpec
 from raykv.errors import ConfigError
 from raykv.launch import vllm_options
 
+pytestmark = pytest.mark.process
+
 
 def spec(**more: Any) -> ClusterSpec:
     return parse_spec({"model": "m", "engines": [{"name": "e"}], **more})

@@ -12,6 +12,8 @@ from raykv.cluster_messages import EngineInfo
 from tests.router import fake_engine as fakes
 from tests.router.fake_engine import Behaviour, Door, door, drive, engine
 
+pytestmark = pytest.mark.process
+
 PROMPT = "Once upon a time " * 40
 BODY = {"prompt": PROMPT, "max_tokens": 9}
 

@@ -13,6 +13,8 @@ from raykv.config.cluster_spec import Transport
 from tests.router import fake_engine as fakes
 from tests.router.fake_engine import TOKENS, Behaviour, Door, FakeEngine, door, drive, engine, says
 
+pytestmark = pytest.mark.process
+
 PROMPT = "Once upon a time " * 40
 BODY = {"prompt": PROMPT, "max_tokens": 9}
 

@@ -12,6 +12,8 @@ from raykv.config.cluster_spec import Transport
 from tests.router import fake_engine as fakes
 from tests.router.fake_engine import TOKENS, Door, door, drive, engine, says
 
+pytestmark = pytest.mark.process
+
 PROMPT = "Once upon a time " * 40
 
 

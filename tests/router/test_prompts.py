@@ -13,6 +13,8 @@ from raykv.config.cluster_spec import Transport
 from raykv.router.answers import Refusal
 from raykv.router.prompts import CHAT, COMPLETIONS, Prompt, read_prompt
 
+pytestmark = pytest.mark.process
+
 TEXT = "a prompt"
 HELLO = [{"role": "user", "content": TEXT}]
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1]]}

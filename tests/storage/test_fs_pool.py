@@ -23,6 +23,8 @@ from raykv.storage.fs_header import HEADER_NBYTES, BlockFile, is_block, is_temp,
 from raykv.storage.fs_pool import FsPool
 from raykv.storage.headers import Header, SlotState
 
+pytestmark = pytest.mark.process
+
 SLOT = 8192
 FILE = SLOT + HEADER_NBYTES
 

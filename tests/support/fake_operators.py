@@ -159,7 +159,7 @@ class FakeStore:
             found.append(BlockPlace(ordered, int(bool(ordered)), 1, SLOT * len(ordered), expires))
         return tuple(found)
 
-    def why(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[Absence | None, ...]:
+    def why(self, fingerprints: tuple[str, ...], hashes: bytes, then: float = 0.0) -> tuple[Absence | None, ...]:
         keys = [(fingerprints[0], one) for one in split(hashes)]
         return tuple(None if key in self.blocks else self.gone.get(key, Absence("never stored")) for key in keys)
 

@@ -104,7 +104,8 @@ class Load:
 
     def __init__(self, engine: Engine, baseline: dict[str, list[int]], seed: int) -> None:
         self.engine, self.baseline, self.seed = engine, baseline, seed
-        self.served, self.wrong = 0, [""][:0]
+        self.served = 0
+        self.wrong: list[str] = []
         self.still = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"load-{seed}", daemon=True)
