@@ -221,9 +221,14 @@ class Operated:
 @contextlib.contextmanager
 def operated(model: Path, ray: RayCluster, folder: Path, baseline: dict[str, list[int]]) -> Iterator[Operated]:
     """Starts both at once; a minute on two cores."""
+    import raykv
+    from raykv.actors import store_handle
+
     store = f"o{os.getpid()}"
     tiers = tier_child(store, host=str(HOST), disk=str(DISK), path=folder / "disk", raykv={"name": TIERS})
     env = {**ray.env, "PYTHONPATH": os.getcwd()}
+    with raykv.connect():
+        store_handle.shutdown_stores()  # other tests' stores would be operated on, too
     with contextlib.ExitStack() as stack:
         engines = {}
         for name in ("one", "two"):
