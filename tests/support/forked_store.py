@@ -117,6 +117,9 @@ class ForkedStore:
 
 def serve(address: str) -> None:
     from raykv.actors.node_store import NodeStore
+    from raykv.storage.row_copy import row_copy
+
+    row_copy()  # once for all lives
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped by the kernel
     with Listener(address, "AF_UNIX") as listener:
