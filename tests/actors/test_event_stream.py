@@ -104,10 +104,11 @@ def test_who_comes_late_has_all_and_then_follows(streams: Streams) -> None:
 
 def test_a_reader_that_was_cut_off_asks_for_what_it_missed(streams: Streams) -> None:
     stream, store = streams(), ModelStore("a")
+    store.held[0, 0, 99] = HOST
     stream.publish(store.batch())
     with reader_of(stream) as reader:
         outside = Outside(reader)
-        outside.until(set())
+        outside.until(store.copies())  # the first replay is over
         reader._sub.disconnect(stream.sockets.addresses[0])
         for number in range(5):
             store.held[0, 0, number] = HOST
