@@ -44,7 +44,7 @@ def read_stats(engine: Engine) -> dict[str, ChildStats]:
     for metric, value in engine.stats()["metrics"].items():
         name, _, labels = metric.partition("{")
         child = dict(pair.split("=", 1) for pair in labels.rstrip("}").split(",") if "=" in pair).get("raykv_child")
-        if child is not None:
+        if child:  # "" is of the engine as a whole
             found.setdefault(child, {})[name] = value
     return {
         child: ChildStats(
