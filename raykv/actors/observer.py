@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raykv.actors import cluster, handles
+from raykv.actors.desk_handle import PREFIX as DESK
 from raykv.actors.directory_handle import NAME as DIRECTORY
 from raykv.actors.store_handle import PREFIX
 from raykv.errors import HostDied, HostError
@@ -19,7 +20,7 @@ class HostRow:
     """
 
     name: str
-    state: str  # up, starting, spare, store, directory, no answer, gone
+    state: str  # up, starting, spare, store, directory, desk, no answer, gone
     child: str | None = None
     rank: int | None = None
     incarnation: int | None = None
@@ -79,6 +80,8 @@ def _row(name: str, namespace: str, timeout: float) -> HostRow:
     except HostError as error:
         return HostRow(name, "no answer", error=str(error))
     known: dict[str, Any] = {"pid": info["pid"], "node_id": info["node_id"]}
+    if name.startswith(DESK):
+        return HostRow(name, "desk", **known)  # it has views of its engine, and no figures of its own
     try:
         status = host.call("status", timeout=timeout)
     except HostError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from raykv.actors import cluster, desk_handle
+from raykv.actors import cluster, desk_handle, observer
 from raykv.actors.desk_handle import DeskHandle
 from raykv.actors.processes import Pidfd
 from raykv.engine_messages import ChainOrder, ChildOp, Errands, HashOrder, OrderState, Progress, Story
@@ -61,6 +61,11 @@ def kill(handle: DeskHandle) -> None:
     assert process is not None
     process.signal(signal.SIGKILL)
     assert process.wait(PATIENCE)
+
+
+def test_it_is_seen_among_the_actors(handle: DeskHandle) -> None:
+    pid = handle.call("info", timeout=PATIENCE)["pid"]
+    assert [(row.state, row.pid) for row in observer.look(None).hosts if row.name == handle.name] == [("desk", pid)]
 
 
 def test_operators_and_engine_meet_there(handle: DeskHandle, joined: cluster.ClusterInfo) -> None:
