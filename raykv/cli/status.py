@@ -149,11 +149,11 @@ def _print_engines(engines: Listing[Engine]) -> None:
     for engine in engines:
         chain = " ".join(f"{plain(child.name)} {coloured(child.state)}" for child in engine.children) or "-"
         tokens = plain(shares(engine.tokens)) or "-"
-        table.add_row(plain(engine.id), plain(engine.served[0] if engine.served else engine.model), chain, tokens)
+        table.add_row(plain(engine.label), plain(engine.served[0] if engine.served else engine.model), chain, tokens)
     out.print(table)
     for engine in engines:
         if engine.problem:
-            out.print(f"[yellow]engine {plain(engine.id)}:[/] {plain(engine.problem)}")
+            out.print(f"[yellow]engine {plain(engine.label)}:[/] {plain(engine.problem)}")
 
 
 def _print_directory(row: HostRow | None) -> None:

@@ -135,7 +135,7 @@ def _engines(snapshot: Snapshot, speed: Rates) -> Any:
         whole = ran(engine.tokens)
         share = f"{1 - engine.tokens.get('computed', 0) / whole:.0%}" if whole else "-"
         cells = [f"{by_source.get(source, 0.0):,.0f}" for source in sources]
-        rows.append((engine.id, engine.host or "-", engine.running, *cells, share))
+        rows.append((engine.label, engine.host or "-", engine.running, *cells, share))
     return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "not computed#"), rows,
                  "tokens/s by source")  # fmt: skip
 
@@ -150,7 +150,7 @@ def _children(snapshot: Snapshot) -> Any:
             flags = f"{'loads' if child.loads else '-'} {'saves' if child.saves else '-'}"
             rate = engine.load_rates.get(child.name, 0.0)
             speed = f"{rate:,.0f}" if rate else "-"
-            rows.append((engine.id, child.name, state, child.incarnation, flags, f"{loaded:,}", f"{saved:,}",
+            rows.append((engine.label, child.name, state, child.incarnation, flags, f"{loaded:,}", f"{saved:,}",
                          f"{failed:,}", speed))  # fmt: skip
     return table(("engine", "child", "state", "life#", "", "loaded#", "saved#", "failed#", "measured tokens/s#"), rows)
 
@@ -170,7 +170,7 @@ def _tiers(snapshot: Snapshot, speed: Rates) -> Any:
 
 
 def _engine_note(engine: Engine) -> Text | None:
-    return Text(f"engine {engine.id}: {engine.problem}", style="yellow") if engine.problem else None
+    return Text(f"engine {engine.label}: {engine.problem}", style="yellow") if engine.problem else None
 
 
 def _store_note(store: Store) -> Text | None:
