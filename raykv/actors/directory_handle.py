@@ -107,16 +107,23 @@ def shutdown_directory(namespace: str = "raykv", timeout: float = SHUTDOWN_S) ->
         actor = ray.get_actor(NAME, namespace)
     except ValueError:
         return False
+    end_for_good(actor, DirectoryHandle(actor), timeout)
+    return True
+
+
+def end_for_good(actor: Any, handle: Any, timeout: float, last: str = "") -> None:
+    """End a named actor that Ray would start again, after a call of its method `last`. `handle`: how it is called."""
     process = None
     with contextlib.suppress(HostError):
-        info = DirectoryHandle(actor).call("info", timeout=timeout)
+        info = handle.call("info", timeout=timeout)
         if info["node_id"] == handles.runtime_ids()[0]:
             process = Pidfd.open(info["pid"], info["started"])
+        if last:
+            handle.call(last, timeout=timeout)
     ray.kill(actor, no_restart=True)
     if process is not None and not process.wait(1.0):
         process.signal(signal.SIGKILL)  # Ray's own kill is asked for, not enforced
         process.wait(timeout)
-    return True
 
 
 def nodes() -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ it within seconds.
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
 from functools import partial
 from typing import Any
@@ -18,8 +16,7 @@ from raykv.actors import directory_handle, handles
 from raykv.actors.directory_call import FindDirectory
 from raykv.actors.directory_handle import DirectoryHandle
 from raykv.actors.host_base import HostInfo, compare_versions
-from raykv.actors.processes import Pidfd
-from raykv.errors import ClusterError, HostError, RayKVError
+from raykv.errors import ClusterError, RayKVError
 from raykv.event_messages import EventsOptions, EventsStatus
 
 NAME = "raykv-events"
@@ -94,16 +91,7 @@ def shutdown_events(namespace: str = "raykv", timeout: float = CALL_S) -> bool:
         actor = ray.get_actor(NAME, namespace)
     except ValueError:
         return False
-    process = None
-    with contextlib.suppress(HostError):
-        info = EventsHandle(actor).call("info", timeout=timeout)
-        if info["node_id"] == handles.runtime_ids()[0]:
-            process = Pidfd.open(info["pid"], info["started"])
-        EventsHandle(actor).call("close", timeout=timeout)  # gives the ports back
-    ray.kill(actor, no_restart=True)
-    if process is not None and not process.wait(1.0):
-        process.signal(signal.SIGKILL)  # Ray's own kill is asked for, not enforced
-        process.wait(timeout)
+    directory_handle.end_for_good(actor, EventsHandle(actor), timeout, last="close")  # which gives the ports back
     return True
 
 
