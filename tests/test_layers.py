@@ -62,12 +62,10 @@ DOORS = {
     "ray": (
         "actors/cluster.py",
         "actors/handles.py",
+        "actors/named_actor.py",
         "actors/ray_metrics.py",
         "actors/store_handle.py",
-        "actors/directory_handle.py",
-        "actors/event_handle.py",
         "actors/desk_handle.py",
-        "actors/controller_handle.py",
         "actors/nodes.py",
         "serve_llm.py",
         "router/app.py",

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import ray
-
-from raykv.actors import cluster, controller, handles, ray_metrics
+from raykv.actors import controller, handles, named_actor, ray_metrics
 from raykv.actors.controller_world import Record
 from raykv.actors.host_base import HostInfo, be_as_nice_as_others, compare_versions
+from raykv.actors.named_actor import NamedActor
 from raykv.actors.nodes import PREFIX, RayWorld
 from raykv.cluster_messages import CONTROLLER, ClusterStatus
 from raykv.errors import ClusterError, ConfigError, HostError, HostRaised, RayKVError
 from raykv.observe.samples import Sample
 from raykv.observe.store import controller_samples
 
-HEAD = "node:__internal_head__"
-"""The resource that Ray gives the head's node."""
 CHANGE = "change"
 GROUPS = {handles.CONTROL_GROUP: 2, CHANGE: 2}
 CHANGES = frozenset({"apply", "down", "drain", "undrain"})
@@ -55,6 +51,7 @@ class ControllerHandle:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._caller = NamedActor(CONTROLLER, actor, "Controller", dict.fromkeys(CHANGES, CHANGE))
 
     def apply(self, raw: str) -> None:
         """The spec in this JSON is wanted from now on."""
@@ -82,18 +79,12 @@ class ControllerHandle:
 
     def end(self, namespace: str) -> None:
         """End it for good, and forget what it kept. Nothing that runs ends by that."""
-        with contextlib.suppress(Exception):
-            ray.kill(self._actor, no_restart=True)
-        deadline = time.monotonic() + START_S
-        while CONTROLLER in handles.names(namespace) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        named_actor.kill(self._actor, CONTROLLER, namespace, START_S)
         RayWorld(namespace).save(Record())
 
     def _call(self, method: str, *args: Any, timeout: float) -> Any:
-        group = CHANGE if method in CHANGES else handles.CONTROL_GROUP
         try:
-            ref = getattr(self._actor, method).options(concurrency_group=group).remote(*args)
-            return handles.result_of(CONTROLLER, ref, timeout)
+            return self._caller.call(method, *args, timeout=timeout)
         except HostRaised as error:
             kind = ConfigError if error.type_name in ("ConfigError", "PlacementError") else ClusterError
             raise kind(error.message) from error
@@ -106,27 +97,16 @@ def start(namespace: str = "raykv") -> tuple[ControllerHandle, bool]:
 
     Raises ClusterError with the fix.
     """
-    _check()
+    named_actor.check("The Controller", "found or started")
     found = find(namespace)
     if found is not None:
         compare_versions(CONTROLLER, found.info())
         return found, False
     try:
-        actor = (
-            ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
-                Controller
-            )
-            .options(
-                # Not by affinity: a soft one is ignored for an actor that takes no resources (Ray 2.60).
-                resources={HEAD: 0.001},
-                name=CONTROLLER,
-                namespace=namespace,
-                lifetime="detached",
-                get_if_exists=True,
-            )
-            .remote(namespace)
-        )
-        handle = ControllerHandle(actor)
+        # Not by affinity: a soft one is ignored for an actor that takes no resources (Ray 2.60).
+        where = {named_actor.HEAD: 0.001}
+        started = named_actor.start(Controller, CONTROLLER, namespace, GROUPS, resources=where)
+        handle = ControllerHandle(started.remote(namespace))
         compare_versions(CONTROLLER, handle.info())
     except RayKVError as error:
         raise ClusterError(f"The Controller can't be used: {error}") from error
@@ -137,24 +117,15 @@ def start(namespace: str = "raykv") -> tuple[ControllerHandle, bool]:
 
 def find(namespace: str = "raykv") -> ControllerHandle | None:
     """The Controller, if there is one. Needs the head."""
-    _check()
-    try:
-        return ControllerHandle(ray.get_actor(CONTROLLER, namespace))
-    except ValueError:
-        return None
+    named_actor.check("The Controller", "found")
+    actor = named_actor.find(CONTROLLER, namespace)
+    return ControllerHandle(actor) if actor is not None else None
 
 
 def left_over(namespace: str = "raykv") -> bool:
     """Whether there is something that a Controller cares for: engines, or a spec."""
-    _check()
+    named_actor.check("The Controller", "looked for")
     engines = any(name.startswith(PREFIX) for name in handles.names(namespace))
     with contextlib.suppress(RayKVError, json.JSONDecodeError):
         return engines or RayWorld(namespace).load() != Record()
     return True
-
-
-def _check() -> None:
-    if not ray.is_initialized():  # Ray would start a cluster by itself
-        raise ClusterError("The Controller can't be used: this process is in no Ray cluster (cluster.connect).")
-    if not cluster.head_reachable():  # Ray would wait for it for a minute
-        raise ClusterError("The Controller can't be found while Ray's head is away: `raykv restart-head`.")

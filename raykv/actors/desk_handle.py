@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, handles, named_actor
 from raykv.actors.engine_desk import EngineDesk
-from raykv.actors.host_base import OWNER_VARIABLE, HostInfo, compare_versions
+from raykv.actors.host_base import OWNER_VARIABLE
 from raykv.actors.named_actor import NamedActor
 from raykv.actors.processes import start_time
 from raykv.errors import ClusterError, HostDied
@@ -51,10 +51,10 @@ def open_desk(engine: EngineId, last_stories: int, *, namespace: str = "raykv", 
 
     Raises ClusterError: no head, or another process has an engine of this id; or another RayKVError.
     """
-    _check()
+    named_actor.check("An engine's desk", "found or started")
     name, own = desk_name(engine), (os.getpid(), start_time(os.getpid()) or 0)
     handle = _found(name, own, namespace, timeout) or _start(name, engine, last_stories, own, namespace)
-    compare_versions(name, HostInfo.from_wire(handle.call("info", timeout=timeout)))
+    handle.checked(timeout)
     return handle
 
 
@@ -100,15 +100,8 @@ def desks(namespace: str = "raykv") -> list[str]:
 
 def find_desk(name: str, namespace: str = "raykv") -> DeskHandle:
     """The desk whose actor has this name. Raises HostDied if there is none, ClusterError if there is no head to ask."""
-    _check()
-    try:
-        return DeskHandle(name, ray.get_actor(name, namespace))
-    except ValueError as error:
-        raise HostDied(f"There is no desk {name} in this cluster: its engine has ended.") from error
-
-
-def _check() -> None:
-    if not ray.is_initialized():  # Ray would start a cluster by itself
-        raise ClusterError("An engine's desk can't be reached: this process is in no Ray cluster (cluster.connect).")
-    if not cluster.head_reachable():  # Ray would wait for it for a minute
-        raise ClusterError("An engine's desk can't be found or started while Ray's head is away: `raykv restart-head`.")
+    named_actor.check("An engine's desk", "found")
+    actor = named_actor.find(name, namespace)
+    if actor is None:
+        raise HostDied(f"There is no desk {name} in this cluster: its engine has ended.")
+    return DeskHandle(name, actor)

@@ -10,28 +10,26 @@ import time
 from functools import partial
 from typing import Any
 
-import ray
-
-from raykv.actors import directory_handle, handles
+from raykv.actors import directory_handle, handles, named_actor
 from raykv.actors.directory_call import FindDirectory
-from raykv.actors.directory_handle import DirectoryHandle
-from raykv.actors.host_base import HostInfo, compare_versions
+from raykv.actors.named_actor import NamedActor
 from raykv.errors import ClusterError, RayKVError
 from raykv.event_messages import EventsOptions, EventsStatus
 
 NAME = "raykv-events"
 GROUPS = {"publish": 1, handles.CONTROL_GROUP: 2}
+GROUP_OF = {"publish": "publish"}
 OPEN_S = 60.0
 LISTEN_S = 5.0
 CALL_S = 10.0
 POLL_S = 0.1
 
 
-class EventsHandle(DirectoryHandle):
+class EventsHandle(NamedActor):
     """Implements `directory_call.DirectoryCaller`: a call goes to whatever life of the stream's actor there is."""
 
-    name = NAME
-    label = "EventStream"
+    def __init__(self, actor: Any) -> None:
+        super().__init__(NAME, actor, "EventStream", GROUP_OF)
 
 
 def open_events(options: EventsOptions, namespace: str = "raykv", timeout: float = OPEN_S) -> EventsStatus:
@@ -39,7 +37,7 @@ def open_events(options: EventsOptions, namespace: str = "raykv", timeout: float
 
     Blocks until it listens. Raises ClusterError with the fix; then none runs that this call has started.
     """
-    directory_handle.check("found or started", "The event stream")
+    named_actor.check("The event stream", "found or started")
     wanted = [options.host, options.port, options.int_hashes]
     try:
         handle = find_events(namespace)
@@ -66,11 +64,9 @@ def open_events(options: EventsOptions, namespace: str = "raykv", timeout: float
 
 def find_events(namespace: str = "raykv", timeout: float = directory_handle.FIND_S) -> EventsHandle | None:
     """The stream that runs; None: there is none. Raises ClusterError, HostTimeout or another RayKVError."""
-    directory_handle.check("found", "The event stream")
-    try:
-        return _answering(ray.get_actor(NAME, namespace), timeout)
-    except ValueError:
-        return None
+    named_actor.check("The event stream", "found")
+    actor = named_actor.find(NAME, namespace)
+    return _answering(actor, timeout) if actor is not None else None
 
 
 def finder(namespace: str = "raykv") -> FindDirectory:
@@ -87,29 +83,17 @@ def status(namespace: str = "raykv") -> EventsStatus | None:
 
 def shutdown_events(namespace: str = "raykv", timeout: float = CALL_S) -> bool:
     """End the stream for good; whether there was one. Needs the head."""
-    try:
-        actor = ray.get_actor(NAME, namespace)
-    except ValueError:
-        return False
-    directory_handle.end_for_good(actor, EventsHandle(actor), timeout, last="close")  # which gives the ports back
-    return True
+    actor = named_actor.find(NAME, namespace)
+    if actor is not None:
+        EventsHandle(actor).end_for_good(timeout, "close")  # which gives the ports back
+    return actor is not None
 
 
 def _started(options: EventsOptions, namespace: str, timeout: float) -> EventsHandle:
     from raykv.actors.event_stream import EventStream  # ZMQ, which stores and the command line do without
 
-    actor = (
-        ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(EventStream)
-        .options(
-            name=NAME,
-            namespace=namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            resources=directory_handle.place(),
-        )
-        .remote(options, directory_handle.nodes, own_process=True)
-    )
-    return _answering(actor, timeout)
+    started = named_actor.start(EventStream, NAME, namespace, GROUPS, resources=named_actor.on_head())
+    return _answering(started.remote(options, directory_handle.nodes, own_process=True), timeout)
 
 
 def _listening(handle: EventsHandle) -> EventsStatus:
@@ -124,5 +108,5 @@ def _listening(handle: EventsHandle) -> EventsStatus:
 
 def _answering(actor: Any, timeout: float) -> EventsHandle:
     handle = EventsHandle(actor)
-    compare_versions(NAME, HostInfo.from_wire(handle.call("info", timeout=timeout)))
+    handle.checked(timeout)
     return handle

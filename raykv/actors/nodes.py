@@ -18,7 +18,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, handles, own_node, settings, store_handle
+from raykv.actors import cluster, handles, named_actor, own_node, settings, store_handle
 from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
 from raykv.actors.engine_server import EngineServer
 from raykv.actors.node_facts import NodeFacts, probe
@@ -168,7 +168,7 @@ class RayWorld:
         """Move its blocks to where others find them, then end it. `leaves`: its node goes, so it must end now; else
         raises StoreBusy if engines of somebody else's use it. If the node is to stay after all, so does the store."""
         name = store_handle.store_name(*at)
-        actor = _find(name, self._namespace)
+        actor = named_actor.find(name, self._namespace)
         if actor is None:
             return
         handle = store_handle.StoreHandle(name, actor)
@@ -225,7 +225,7 @@ class RayWorld:
     def end_store(self, at: StoreAt) -> None:
         """End it at once; its disk tier stays."""
         name = store_handle.store_name(*at)
-        actor = _find(name, self._namespace)
+        actor = named_actor.find(name, self._namespace)
         if actor is None:
             return
         with contextlib.suppress(HostError):
@@ -252,7 +252,7 @@ class RayWorld:
     def _actor(self, name: str) -> Any:
         actor = self._actors.get(name)
         if actor is None:
-            actor = _find(name, self._namespace)
+            actor = named_actor.find(name, self._namespace)
             if actor is not None:
                 self._actors[name] = actor
         return actor
@@ -261,7 +261,7 @@ class RayWorld:
 def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] | None:
     """The tiers of a store of this node, as a TierConnector's config lists them; None if it does not run."""
     name = store_handle.store_name(store, ray.get_runtime_context().get_node_id())
-    actor = _find(name, namespace)
+    actor = named_actor.find(name, namespace)
     if actor is None:
         return None
     spec = store_handle.StoreHandle(name, actor).call("info", timeout=REPORT_S * 5)["spec"]
@@ -284,23 +284,10 @@ class Engine(EngineServer):
             ray.get_actor(CONTROLLER, self._namespace).wake.remote()
 
 
-def _find(name: str, namespace: str) -> Any:
-    """The actor of that name; None if there is none."""
-    try:
-        return ray.get_actor(name, namespace)
-    except ValueError:
-        return None
-
-
 def _kill(actor: Any, what: str, name: str, namespace: str) -> None:
     """Kill it for good, and wait until its name is free. Raises WorldError if that is not so in GONE_S."""
-    with contextlib.suppress(Exception):
-        ray.kill(actor, no_restart=True)
-    deadline = time.monotonic() + GONE_S
-    while name in handles.names(namespace):
-        if time.monotonic() > deadline:
-            raise WorldError(f"Ray does not say that the {what} is gone.")
-        time.sleep(0.05)
+    if not named_actor.kill(actor, name, namespace, GONE_S):
+        raise WorldError(f"Ray does not say that the {what} is gone.")
 
 
 def _on(node: str) -> dict[str, Any]:

@@ -6,10 +6,7 @@ it can't wait for. Calls are never retried by Ray, for a job of one life must no
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import signal
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -17,12 +14,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, directory_handle, event_handle, handles
-from raykv.actors.host_base import HostInfo, compare_versions
+from raykv.actors import cluster, directory_handle, event_handle, handles, named_actor
+from raykv.actors.named_actor import NamedActor
 from raykv.actors.peer_finder import DirectoryFinder, PeerDoor
 from raykv.actors.processes import Pidfd
-from raykv.actors.store_call import Done, reason
-from raykv.errors import HostError, RayKVError, StoreError
+from raykv.actors.store_call import reason
+from raykv.errors import RayKVError, StoreError
 from raykv.store_messages import Attached, StoreSpec
 
 PREFIX = "raykv-store-"
@@ -51,40 +48,15 @@ OPEN_S = 60.0
 SHUTDOWN_S = 10.0
 
 
-class StoreHandle:
+class StoreHandle(NamedActor):
     """Implements `store_call.StoreCaller` over Ray: a call goes to whatever life of the actor there is."""
 
     def __init__(self, name: str, actor: Any) -> None:
-        self.name = name
-        self._actor = actor
-        self._methods: dict[str, Any] = {}  # kept, since Ray makes a new object each time
-
-    def submit(self, method: str, *args: Any, done: Done) -> None:
-        """About 0.1 to 0.4 ms; `done` runs in a thread of Ray's."""
-        try:
-            ref = self._bound(method).remote(*args)
-        except Exception as error:  # before it was sent, or after: the caller can't tell
-            raise handles.translated(self.name, error) from error
-        handles.on_done(self.name, ref, done)
-
-    def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Raises HostTimeout, HostDied or HostRaised."""
-        try:
-            ref = self._bound(method).remote(*args)
-        except Exception as error:
-            raise handles.translated(self.name, error) from error
-        return handles.result_of(self.name, ref, timeout)
+        super().__init__(name, actor, "NodeStore", GROUP_OF)
 
     def process(self, attached: Attached) -> Pidfd | None:
         """The process of that life, if it lives and is of this node."""
         return Pidfd.open(attached.pid, attached.started)
-
-    def _bound(self, method: str) -> Any:
-        bound = self._methods.get(method)
-        if bound is None:
-            group = GROUP_OF.get(method, handles.CONTROL_GROUP)
-            bound = self._methods[method] = getattr(self._actor, method).options(concurrency_group=group)
-        return bound
 
 
 def store_name(store: str, node_id: str) -> str:
@@ -99,32 +71,17 @@ def open_store(
 
     Blocks until it answers. Raises StoreError with the fix; also if a store of that name runs with other tiers.
     """
-    if not ray.is_initialized():  # Ray would start a cluster by itself
-        raise StoreError("A store can't be opened: this process is in no Ray cluster (cluster.connect).")
-    if not cluster.head_reachable():  # Ray would wait for it for a minute
-        raise StoreError("A store can't be found or started while Ray's head is away: `raykv restart-head`.")
+    named_actor.check("A store", "found or started", StoreError)
     from raykv.actors.store_actor import NodeStore  # torch, which the command line does without
 
     node = node_id or ray.get_runtime_context().get_node_id()
     name = store_name(spec.name, node)
     try:
         door, tag = _door(spec, node, name, namespace)
-        actor = (
-            ray.remote(num_cpus=0, num_gpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(
-                NodeStore
-            )
-            .options(
-                name=name,
-                namespace=namespace,
-                lifetime="detached",
-                get_if_exists=True,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(spec, namespace, own_process=True, door=door, tag=tag)
-        )
-        handle = StoreHandle(name, actor)
-        info = handle.call("info", timeout=timeout)
-        compare_versions(name, HostInfo.from_wire(info))
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        started = named_actor.start(NodeStore, name, namespace, GROUPS, scheduling_strategy=where)
+        handle = StoreHandle(name, started.remote(spec, namespace, own_process=True, door=door, tag=tag))
+        info = handle.checked(timeout)
     except RayKVError as error:
         raise StoreError(f"The store {spec.name!r} of this node can't be used: {reason(error)}") from error
     except Exception as error:
@@ -141,12 +98,11 @@ def open_store(
 
 def find_store(name: str, namespace: str = "raykv") -> StoreHandle:
     """The store whose actor has this name, on whatever node. Raises StoreError if there is none, or no head to ask."""
-    if not cluster.head_reachable():
-        raise StoreError(f"{name} can't be found while Ray's head is away: `raykv restart-head`.")
-    try:
-        return StoreHandle(name, ray.get_actor(name, namespace))
-    except ValueError as error:
-        raise StoreError(f"There is no store {name} in this cluster.") from error
+    named_actor.check(name, "found", StoreError)
+    actor = named_actor.find(name, namespace)
+    if actor is None:
+        raise StoreError(f"There is no store {name} in this cluster.")
+    return StoreHandle(name, actor)
 
 
 def _door(spec: StoreSpec, node: str, name: str, namespace: str) -> tuple[PeerDoor, str]:
@@ -205,19 +161,8 @@ def shutdown_stores(
     for name in stores(namespace):
         if not name.endswith(f"-{node[:12]}"):
             continue
-        deadline = time.monotonic() + timeout
-        process = None
-        with contextlib.suppress(HostError, ValueError):
-            actor = ray.get_actor(name, namespace)
-            handle = StoreHandle(name, actor)
-            try:
-                info = handle.call("info", timeout=timeout)
-                process = Pidfd.open(info["pid"], info["started"])
-                handle.call("shutdown", remove_host, timeout=max(0.1, deadline - time.monotonic()))
-            finally:
-                ray.kill(actor, no_restart=True)
-                ended.append(name)
-                if process is not None and not process.wait(1.0):
-                    process.signal(signal.SIGKILL)  # Ray's own kill is asked for, not enforced
-                    process.wait(timeout)
+        actor = named_actor.find(name, namespace)
+        if actor is not None:
+            StoreHandle(name, actor).end_for_good(timeout, "shutdown", remove_host, here=True)
+            ended.append(name)
     return ended

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from raykv.actors import cluster
-from raykv.actors.directory_handle import HEAD
+from raykv.actors.named_actor import HEAD
 from raykv.config.router import RouterOptions
 from raykv.errors import ClusterError
 from raykv.router.asgi import RouterApp
