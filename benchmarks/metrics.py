@@ -93,10 +93,10 @@ def look_ups(folder: Path, rounds: int) -> dict[str, Times]:
         store.save(store.life, E, rank.attach.rank, [save_job(1, "p", list(range(BLOCKS)))])
         store.settle(E, Settle(commits=(JobId(1),)))
         wanted = {"hit": look_up("p", BLOCKS), "miss": LookUp(RequestId("m"), os.urandom(BLOCKS * HASH_NBYTES))}
-        meter = store._look_up_meter
+        meter = store._look_ups.meter
 
         def switch(on: bool) -> None:
-            store._look_up_meter = meter if on else Nothing()  # type: ignore[assignment]
+            store._look_ups.meter = meter if on else Nothing()  # type: ignore[assignment]
 
         def work(mode: str) -> None:
             for kind, asked in wanted.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from raykv.actors import cluster, controller_handle, directory_handle, handles, observer
+from raykv.actors import cluster, controller_handle, directory_handle, handles, observer, ray_calls
 from raykv.cli import main
 from raykv.directory_messages import DirectoryStatus, HolderStatus
 from raykv.errors import HostTimeout
@@ -70,7 +70,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(cluster, "disconnect", lambda: None)
     monkeypatch.setattr(cluster, "nodes", lambda: [node])
     monkeypatch.setattr(controller_handle, "find", lambda namespace: None)
-    monkeypatch.setattr(handles, "names", lambda namespace: list(made.actors))
+    monkeypatch.setattr(ray_calls, "names", lambda namespace: list(made.actors))
     monkeypatch.setattr(handles, "find", made.find)
     return made
 

@@ -63,6 +63,7 @@ DOORS = {
         "actors/cluster.py",
         "actors/handles.py",
         "actors/named_actor.py",
+        "actors/ray_calls.py",
         "actors/ray_metrics.py",
         "actors/store_handle.py",
         "actors/desk_handle.py",

@@ -17,12 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from raykv.actors.controller_reports import Reports, failures
 from raykv.actors.controller_targets import Targets
 from raykv.actors.controller_view import View, rows_of
-from raykv.actors.controller_world import FoundEngine, Record, StoreBusy, World
+from raykv.actors.controller_world import Record, StoreBusy, World
 from raykv.actors.host_base import own_info
 from raykv.actors.node_facts import NodeFacts
-from raykv.cluster_messages import ClusterStatus, EngineInfo, EngineReport, EngineState
+from raykv.cluster_messages import ClusterStatus, EngineInfo
 from raykv.config.cluster_parse import parse_spec
 from raykv.config.cluster_spec import ClusterSpec
 from raykv.core.reconcile import (
@@ -33,7 +34,6 @@ from raykv.core.reconcile import (
     Instance,
     Reconciler,
     Seen,
-    SeenEngine,
     StartEngine,
     StartStore,
     StopEngine,
@@ -45,8 +45,6 @@ from raykv.store_messages import Medium
 logger = logging.getLogger("raykv")
 
 TICK_S = 1.0
-SILENT_S = 60.0
-"""An actor that does not answer for this long - Ray can't place it, or it hangs - is ended and started anew."""
 FIRST_LOOK_S = 8.0
 """How long who asks for the status waits for the first look of a new life. Less than they give it."""
 WORKERS = 32
@@ -67,13 +65,10 @@ class Controller:
         self._busy: dict[Busy, Action] = {}
         self._probing: set[str] = set()
         self._facts: dict[str, NodeFacts] = {}
-        self._silent: dict[Instance, float] = {}
         self._record: Record | None = None
         self._targets = Targets()
         self._view = View()
-        self._reports: dict[Instance, EngineReport] = {}
-        self._first_look: float | None = None
-        self._heard = False
+        self._reports = Reports()
         self._looked = threading.Event()
         if not start:
             self._looked.set()
@@ -135,19 +130,9 @@ class Controller:
         """What the router may use. One that does not answer for the moment stays in it as it was: the router sees by
         itself whether it serves. Raises ClusterError until a new life has heard of all: the list before stands."""
         with self._lock:
-            if not self._heard:
+            if not self._reports.heard_all:
                 raise ClusterError("The Controller has just been started and has not heard of all engines yet.")
-            found = []
-            for instance, engine in sorted(self._view.engines.items(), key=lambda item: item[0]):
-                report = engine.report or self._reports.get(instance)
-                if report is None or not report.url or report.digest != engine.digest:
-                    continue
-                target = self._view.wanted.engines.get(instance.replica)
-                right = target is not None and target.node == instance.node
-                name = instance.replica if right else f"{instance.replica}@{instance.node[:8]}"
-                ready = report.state is EngineState.READY and instance not in self._busy
-                found.append(EngineInfo(name, report.role, report.url, instance.node, ready))
-            return found
+            return self._reports.serving(self._view, self._busy)
 
     def wake(self) -> None:
         """Look again now."""
@@ -198,36 +183,20 @@ class Controller:
             starting = [a.instance for a in self._busy.values() if isinstance(a, StartEngine)]
             draining = record.draining
             wanted, waiting = self._targets.wanted(nodes, self._facts, found, draining, starting, now)
-            states = {instance: self._state(instance, engine, now) for instance, engine in found.items()}
+            states = {instance: self._reports.state(instance, engine, now) for instance, engine in found.items()}
             own = frozenset(at for at in stores if at[0] in record.stores)
             wanted = replace(wanted, stores=wanted.stores | self._targets.lingering(own - wanted.stores, draining, now))
             seen = Seen(states, own, frozenset(ids))
             # What ended while it was looked at may have been seen as it was before.
             actions = self._reconciler.step(wanted, seen, frozenset(busy | self._busy.keys()), now)
-            self._note_reports(found, now)
-            errors = {**self._view.errors, **_failures(found)}
+            self._reports.note(found, now)
+            errors = {**self._view.errors, **failures(found)}
             self._view = View(record.spec, tuple(nodes), found, own, wanted, waiting, errors)
             if self._targets.spec is None and record.stores and not own and not found and not self._busy:
                 self._save(replace(record, stores=frozenset()))  # a store of that name is somebody else's from now on
             for action in actions:
                 self._begin(action)
         self._looked.set()
-
-    def _note_reports(self, found: Mapping[Instance, FoundEngine], now: float) -> None:
-        """Remember what each engine said last, and whether all have been heard."""
-        last = {instance: engine.report or self._reports.get(instance) for instance, engine in found.items()}
-        self._reports = {instance: report for instance, report in last.items() if report is not None}
-        if self._first_look is None:
-            self._first_look = now
-        if len(self._reports) == len(found) or now - self._first_look > SILENT_S:
-            self._heard = True
-
-    def _state(self, instance: Instance, engine: FoundEngine, now: float) -> SeenEngine:
-        if engine.report is not None:
-            self._silent.pop(instance, None)
-            return SeenEngine(engine.report.state, engine.digest)
-        silent = now - self._silent.setdefault(instance, now)
-        return SeenEngine(EngineState.FAILED if silent > SILENT_S else None, engine.digest)
 
     def _probe_new(self, ids: list[str]) -> None:
         """Ask nodes that are not known yet, in another thread: one that is not known takes nothing."""
@@ -281,7 +250,7 @@ class Controller:
                 self._view = replace(self._view, errors={**self._view.errors, key: (text, ())})
             elif isinstance(action, StopEngine):
                 self._reconciler.dismiss(action.instance)
-                self._silent.pop(action.instance, None)
+                self._reports.ended(action.instance)
             elif isinstance(action, StartEngine):
                 self._reconciler.adopt(action.instance)
         self.wake()
@@ -344,13 +313,3 @@ class Controller:
 def _folders(spec: ClusterSpec) -> list[str]:
     tiers = [tier for store in spec.stores for tier in store.spec.tiers]
     return sorted({tier.path for tier in tiers if tier.medium is Medium.DISK and tier.path is not None})
-
-
-def _failures(found: Mapping[Instance, FoundEngine]) -> dict[Any, tuple[str, tuple[str, ...]]]:
-    """Why engines have failed, and their last lines."""
-    reports = {instance.replica: engine.report for instance, engine in found.items() if engine.report is not None}
-    return {
-        replica: (report.error, report.log_tail)
-        for replica, report in reports.items()
-        if report.state is EngineState.FAILED
-    }

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from raykv.actors import controller, handles, named_actor, ray_metrics
+from raykv.actors import controller, named_actor, ray_calls, ray_metrics
 from raykv.actors.controller_world import Record
 from raykv.actors.host_base import HostInfo, be_as_nice_as_others, compare_versions
 from raykv.actors.named_actor import NamedActor
@@ -21,7 +21,7 @@ from raykv.observe.samples import Sample
 from raykv.observe.store import controller_samples
 
 CHANGE = "change"
-GROUPS = {handles.CONTROL_GROUP: 2, CHANGE: 2}
+GROUPS = {ray_calls.CONTROL_GROUP: 2, CHANGE: 2}
 CHANGES = frozenset({"apply", "down", "drain", "undrain"})
 """They ask every node, which takes seconds: the router's question must not wait for them."""
 START_S = 60.0
@@ -125,7 +125,7 @@ def find(namespace: str = "raykv") -> ControllerHandle | None:
 def left_over(namespace: str = "raykv") -> bool:
     """Whether there is something that a Controller cares for: engines, or a spec."""
     named_actor.check("The Controller", "looked for")
-    engines = any(name.startswith(PREFIX) for name in handles.names(namespace))
+    engines = any(name.startswith(PREFIX) for name in ray_calls.names(namespace))
     with contextlib.suppress(RayKVError, json.JSONDecodeError):
         return engines or RayWorld(namespace).load() != Record()
     return True

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, handles, named_actor
+from raykv.actors import cluster, named_actor, ray_calls
 from raykv.actors.engine_desk import EngineDesk
 from raykv.actors.host_base import OWNER_VARIABLE
 from raykv.actors.named_actor import NamedActor
@@ -22,7 +22,7 @@ from raykv.errors import ClusterError, HostDied
 from raykv.types import EngineId
 
 PREFIX = "raykv-desk-"
-GROUPS = {"engine": 2, "ask": 16, "watch": 16, handles.CONTROL_GROUP: 4}
+GROUPS = {"engine": 2, "ask": 16, "watch": 16, ray_calls.CONTROL_GROUP: 4}
 """Threads by concurrency group: whoever waits at the desk keeps nobody else from it, least of all its engine."""
 GROUP_OF = {"fetch": "engine", "push": "engine", "hash": "ask", "story": "ask", "watch": "watch"}
 OPEN_S = 60.0
@@ -95,7 +95,7 @@ def _start(name: str, engine: EngineId, last_stories: int, own: tuple[int, int],
 
 def desks(namespace: str = "raykv") -> list[str]:
     """The names of the desks of all engines in the cluster. Needs the head."""
-    return [name for name in handles.names(namespace) if name.startswith(PREFIX)]
+    return [name for name in ray_calls.names(namespace) if name.startswith(PREFIX)]
 
 
 def find_desk(name: str, namespace: str = "raykv") -> DeskHandle:

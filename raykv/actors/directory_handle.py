@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from raykv.actors import cluster, handles, named_actor
+from raykv.actors import cluster, named_actor, ray_calls
 from raykv.actors.directory_actor import Directory
 from raykv.actors.directory_call import FindDirectory
 from raykv.actors.named_actor import NamedActor
@@ -17,7 +17,7 @@ from raykv.actors.store_call import reason
 from raykv.errors import ClusterError, RayKVError
 
 NAME = "raykv-directory"
-GROUPS = {"locate": 1, "publish": 1, handles.CONTROL_GROUP: 2}
+GROUPS = {"locate": 1, "publish": 1, ray_calls.CONTROL_GROUP: 2}
 """Threads by concurrency group. A look-up waits for look-ups only; more threads would share one interpreter's lock."""
 GROUP_OF = {"locate": "locate", "publish": "publish"}
 OPEN_S = 60.0

@@ -10,14 +10,14 @@ import time
 from functools import partial
 from typing import Any
 
-from raykv.actors import directory_handle, handles, named_actor
+from raykv.actors import directory_handle, named_actor, ray_calls
 from raykv.actors.directory_call import FindDirectory
 from raykv.actors.named_actor import NamedActor
 from raykv.errors import ClusterError, RayKVError
 from raykv.event_messages import EventsOptions, EventsStatus
 
 NAME = "raykv-events"
-GROUPS = {"publish": 1, handles.CONTROL_GROUP: 2}
+GROUPS = {"publish": 1, ray_calls.CONTROL_GROUP: 2}
 GROUP_OF = {"publish": "publish"}
 OPEN_S = 60.0
 LISTEN_S = 5.0

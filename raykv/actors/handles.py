@@ -1,4 +1,4 @@
-"""Launching actors, calling them, and making sure that they are gone. One half of RayKV's edge to Ray.
+"""Launching actors and making sure that they are gone: `RemoteHost`, of an engine's hosts. Part of RayKV's edge to Ray.
 
 Ray answers what Ray knows: calls and their results. Whether a process lives is asked of the kernel (a pidfd),
 because Ray never notices a stopped process, `ray.kill` confirms nothing, and both need the head, which may be away.
@@ -11,34 +11,21 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, settings
+from raykv.actors import cluster, ray_calls, settings
 from raykv.actors.host_base import LAUNCH_VARIABLE, OWNER_VARIABLE, HostInfo, compare_versions
 from raykv.actors.processes import Pidfd, find_by_environment, start_time
 from raykv.errors import (
-    HostDied,
-    HostError,
-    HostRaised,
     HostStartError,
-    HostTimeout,
     HostUnkillable,
 )
 
-CONTROL_GROUP = "control"
 HEAD_POLL_S = 0.5
-# The call gets no result because a process is gone, or can't be reached for now.
-_GONE = (
-    ray.exceptions.RayActorError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.ObjectLostError,
-)
 
 
 class RemoteHost:
@@ -182,7 +169,7 @@ class RemoteHost:
 
     def wait(self, ref: Any, timeout: float) -> Any:
         """The result of a call. Raises HostTimeout, HostDied or HostRaised. Releases the GIL while it waits."""
-        return result_of(self.label, ref, timeout)
+        return ray_calls.result_of(self.label, ref, timeout)
 
     # ---- parts
 
@@ -192,13 +179,13 @@ class RemoteHost:
         if bound is None:
             bound = getattr(self._pending.result(0), method)
             if method in self._control or self._launch_id is None:  # an observer must not wait for work
-                bound = bound.options(concurrency_group=CONTROL_GROUP)
+                bound = bound.options(concurrency_group=ray_calls.CONTROL_GROUP)
             self._methods[method] = bound
         return bound
 
     def _checked(self, info: HostInfo) -> HostInfo:
         """`info`, if the process is one that we can work with; opens the pidfd."""
-        if self._launch_id is None and info.node_id != runtime_ids()[0]:
+        if self._launch_id is None and info.node_id != ray_calls.runtime_ids()[0]:
             return info  # somebody else's actor on another node: only to look at
         compare_versions(self.label, info)
         self._process = self._process or Pidfd.open(info.pid, info.started)
@@ -250,39 +237,6 @@ class RemoteHost:
         return False
 
 
-def result_of(label: str, ref: Any, timeout: float) -> Any:
-    """The result of a call to the actor `label`. Raises HostTimeout, HostDied or HostRaised. Releases the GIL."""
-    try:
-        return ray.get(ref, timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
-        raise HostTimeout(f"{label} did not answer within {timeout:g} s") from None
-    except Exception as error:
-        raise translated(label, error) from error
-
-
-def on_done(label: str, ref: Any, callback: Callable[[Any, HostError | None], None]) -> None:
-    """Have `callback(result, error)` called once, in a thread of Ray's, when the call ends. It must be short."""
-
-    def done(future: "concurrent.futures.Future[Any]") -> None:
-        error = future.exception()
-        if error is None:
-            callback(future.result(), None)
-        else:
-            callback(None, translated(label, error))
-
-    ref.future().add_done_callback(done)
-
-
-def translated(label: str, error: BaseException) -> HostError:
-    """What a call to the actor `label` has raised, in RayKV's words."""
-    if isinstance(error, _GONE):
-        return HostDied(f"{label} is gone: {_last_line(error)}")
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause if error.cause is not None else error
-        return HostRaised(label, type(cause).__name__, str(cause), str(error))
-    return HostRaised(label, type(error).__name__, str(error), "")
-
-
 def find(name: str, namespace: str = "raykv") -> RemoteHost | None:
     """A running actor that another process launched, to look at: call `wait_ready`, then its methods."""
     pending: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -291,20 +245,6 @@ def find(name: str, namespace: str = "raykv") -> RemoteHost | None:
     except ValueError:
         return None
     return RemoteHost(name, pending, None)
-
-
-def names(namespace: str = "raykv") -> list[str]:
-    """The names of all living actors of RayKV's in the cluster. Needs the head."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(actor["name"] for actor in actors if actor["namespace"] == namespace)
-
-
-def runtime_ids() -> tuple[str, str]:
-    """This process's node id and actor id; each empty where there is none."""
-    if not ray.is_initialized():
-        return "", ""
-    context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_actor_id() or ""
 
 
 def _create(
@@ -322,7 +262,7 @@ def _create(
             if given_up.wait(HEAD_POLL_S):
                 raise HostStartError(f"{name} was given up before the head came back")
         remote_class = ray.remote(
-            num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={CONTROL_GROUP: 1}
+            num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={ray_calls.CONTROL_GROUP: 1}
         )(actor_class)
         node_id = ray.get_runtime_context().get_node_id()
         handle = remote_class.options(
@@ -339,17 +279,12 @@ def _create(
 def _start_error(label: str, error: Exception) -> HostStartError:
     """In one paragraph, with the cause that Ray buries in a traceback."""
     if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
-        return HostStartError(f"Ray could not prepare the environment of {label}: {_last_line(error)}")
+        return HostStartError(f"Ray could not prepare the environment of {label}: {ray_calls.last_line(error)}")
     if isinstance(error, ray.exceptions.ActorUnschedulableError):
-        return HostStartError(f"Ray can't place {label} on this node any more: {_last_line(error)}")
-    if isinstance(error, _GONE):
-        return HostStartError(f"The actor {label} died while it started: {_last_line(error)}")
+        return HostStartError(f"Ray can't place {label} on this node any more: {ray_calls.last_line(error)}")
+    if isinstance(error, ray_calls.GONE):
+        return HostStartError(f"The actor {label} died while it started: {ray_calls.last_line(error)}")
     return HostStartError(f"The actor {label} could not be launched: {type(error).__name__}: {error}")
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _left(deadline: float) -> float:

@@ -103,7 +103,7 @@ def owner_pid() -> int | None:
 def own_info() -> dict[str, Any]:
     """What `HostBase.info` returns, of this process. Node and actor id are empty outside an actor."""
     # Lazy: the one edge to Ray is above this module.
-    from raykv.actors.handles import runtime_ids
+    from raykv.actors.ray_calls import runtime_ids
 
     node_id, actor_id = runtime_ids()
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, handles, ray_calls
 from raykv.actors.hosted_process import actor_prefix
 from raykv.errors import HostTimeout, RayKVError
 from raykv.messages import HostStatus
@@ -33,7 +33,7 @@ class RayHostWatch:
         prefix = actor_prefix(self._engine_id, child, rank)
         found = self._ask([name for name in self._known if name.startswith(prefix)])
         if not any(status.registered for status in found.values()):
-            found |= self._ask([name for name in handles.names(self._namespace) if name.startswith(prefix)])
+            found |= self._ask([name for name in ray_calls.names(self._namespace) if name.startswith(prefix)])
         for name, status in found.items():
             self._names[(child, rank, status.incarnation)] = name
         return list(found.values())

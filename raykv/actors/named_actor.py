@@ -1,6 +1,6 @@
 """An actor that has a name: found, started to outlive who starts it, called, ended. One way for all handles.
 
-Part of RayKV's edge to Ray, above `handles`. Ray's own calls wait for a head that is away for a minute, and start a
+Part of RayKV's edge to Ray, above `ray_calls`. Ray's own calls wait for a head that is away for a minute, and start a
 cluster of their own where there is none: so `check` comes before them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, ray_calls
 from raykv.actors.host_base import HostInfo, compare_versions
 from raykv.actors.processes import Pidfd
 from raykv.actors.store_call import Done
@@ -37,11 +37,11 @@ class NamedActor:
 
     def submit(self, method: str, *args: Any, done: Done) -> None:
         """About 0.1 to 0.4 ms; `done` runs in a thread of Ray's. Raises HostError if it can't be sent."""
-        handles.on_done(self.name, self._sent(method, args), done)
+        ray_calls.on_done(self.name, self._sent(method, args), done)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Blocks for `timeout` seconds at most. Raises HostTimeout, HostDied or HostRaised."""
-        return handles.result_of(self.name, self._sent(method, args), timeout)
+        return ray_calls.result_of(self.name, self._sent(method, args), timeout)
 
     def checked(self, timeout: float) -> dict[str, Any]:
         """Its `info`, once it answers. Raises VersionMismatchError, or what `call` raises."""
@@ -59,7 +59,7 @@ class NamedActor:
         process = None
         with contextlib.suppress(HostError):  # whatever it says, it is killed
             info = self.call("info", timeout=timeout)
-            if here or info["node_id"] == handles.runtime_ids()[0]:
+            if here or info["node_id"] == ray_calls.runtime_ids()[0]:
                 process = Pidfd.open(info["pid"], info["started"])
             if last:
                 self.call(*last, timeout=max(0.1, deadline - time.monotonic()))
@@ -72,12 +72,12 @@ class NamedActor:
         try:
             bound = self._methods.get(method)
             if bound is None:
-                group = self._groups.get(method, handles.CONTROL_GROUP)
+                group = self._groups.get(method, ray_calls.CONTROL_GROUP)
                 options = {"concurrency_group": group, "name": f"{self._label}.{method}"}
                 bound = self._methods[method] = getattr(self._actor, method).options(**options)
             return bound.remote(*args)
         except Exception as error:  # before it was sent, or after: the caller can't tell
-            raise handles.translated(self.name, error) from error
+            raise ray_calls.translated(self.name, error) from error
 
 
 def check(whom: str, what: str, error: type[RayKVError] = ClusterError) -> None:
@@ -116,7 +116,7 @@ def kill(actor: Any, name: str, namespace: str, timeout: float) -> bool:
     with contextlib.suppress(Exception):
         ray.kill(actor, no_restart=True)
     deadline = time.monotonic() + timeout
-    while name in handles.names(namespace):
+    while name in ray_calls.names(namespace):
         if time.monotonic() > deadline:
             return False
         time.sleep(NAME_POLL_S)

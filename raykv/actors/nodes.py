@@ -18,7 +18,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, handles, named_actor, own_node, settings, store_handle
+from raykv.actors import cluster, named_actor, own_node, ray_calls, settings, store_handle
 from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
 from raykv.actors.engine_server import EngineServer
 from raykv.actors.node_facts import NodeFacts, probe
@@ -30,7 +30,7 @@ from raykv.store_messages import DrainReport, StoreSpec
 logger = logging.getLogger("raykv")
 
 PREFIX = "raykv-engine-"
-GROUPS = {handles.CONTROL_GROUP: 4}
+GROUPS = {ray_calls.CONTROL_GROUP: 4}
 NODE_CHARS = 12
 REPORT_S = 2.0
 PROBE_S = 60.0
@@ -85,12 +85,12 @@ class RayWorld:
     def engines(self, nodes: Collection[str]) -> Mapping[Instance, FoundEngine]:
         """The engines on these nodes. One that does not answer in REPORT_S has no report."""
         full = {node[:NODE_CHARS]: node for node in nodes}
-        names = [name for name in handles.names(self._namespace) if name.startswith(PREFIX)]
+        names = [name for name in ray_calls.names(self._namespace) if name.startswith(PREFIX)]
         refs: dict[str, Any] = {}
         for name in names:
             actor = self._actor(name)
             if actor is not None:
-                refs[name] = actor.report.options(concurrency_group=handles.CONTROL_GROUP).remote()
+                refs[name] = actor.report.options(concurrency_group=ray_calls.CONTROL_GROUP).remote()
         ready = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_S)[0]) if refs else set()
         found: dict[Instance, FoundEngine] = {}
         for name, ref in refs.items():
@@ -102,7 +102,7 @@ class RayWorld:
                 try:
                     engine = FoundEngine(name, digest, ray.get(ref))
                 except Exception as error:
-                    if isinstance(handles.translated(name, error), HostDied):
+                    if isinstance(ray_calls.translated(name, error), HostDied):
                         self._actors.pop(name, None)
                         continue  # it is gone, and its name soon too
             found[Instance(replica, full[node])] = engine
@@ -143,11 +143,11 @@ class RayWorld:
                 .remote(order, _variables(instance.node), node.address, self._namespace)
             )
         except Exception as error:
-            raise handles.translated(order.name, error) from error
+            raise ray_calls.translated(order.name, error) from error
 
     def stop_engine(self, instance: Instance, empty: bool) -> None:
         """End an engine and its actor, and wait until the actor's name is free."""
-        for name in [n for n in handles.names(self._namespace) if n.startswith(PREFIX)]:
+        for name in [n for n in ray_calls.names(self._namespace) if n.startswith(PREFIX)]:
             if _parse(name)[:2] != (instance.replica, instance.node[:NODE_CHARS]):
                 continue
             actor = self._actor(name)
@@ -155,8 +155,8 @@ class RayWorld:
                 continue
             with contextlib.suppress(HostError):  # whatever it says, it is killed
                 if empty:
-                    handles.result_of(name, actor.empty.remote(EMPTY_S), EMPTY_S + 5)
-                handles.result_of(name, actor.stop.remote(GRACE_S if empty else 5.0), GRACE_S + 30)
+                    ray_calls.result_of(name, actor.empty.remote(EMPTY_S), EMPTY_S + 5)
+                ray_calls.result_of(name, actor.stop.remote(GRACE_S if empty else 5.0), GRACE_S + 30)
             _kill(actor, f"actor {name}", name, self._namespace)
             self._actors.pop(name, None)
 

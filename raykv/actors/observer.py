@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, handles, ray_calls
 from raykv.actors.desk_handle import PREFIX as DESK
 from raykv.actors.directory_handle import NAME as DIRECTORY
 from raykv.actors.store_handle import PREFIX
@@ -62,7 +62,7 @@ class ClusterView:
 def look(address: str | None, namespace: str = "raykv", timeout: float = 3) -> ClusterView:
     """Join the cluster and ask every actor of RayKV's, all at once; one that hangs is a row like the others."""
     info = cluster.connect(address, namespace=namespace)
-    names = handles.names(namespace)
+    names = ray_calls.names(namespace)
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(names)))) as pool:
         rows = list(pool.map(lambda name: _row(name, namespace, timeout), names))
     return ClusterView(info.address, cluster.nodes(), rows)

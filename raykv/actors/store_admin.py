@@ -9,38 +9,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from raykv.actors.peer_order import FromPeers
 from raykv.actors.peer_tier import PeerTier
+from raykv.actors.store_forget import clear, forget
+from raykv.actors.store_models import Models
 from raykv.actors.store_notes import KeptPin, Notes, NotesFile
 from raykv.actors.store_operations import Operations
+from raykv.actors.store_quotas import apply_quota, checked_quota
 from raykv.actors.store_reads import Prefetch, Verify
 from raykv.actors.store_sessions import Sessions
 from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
+from raykv.actors.store_view import view_of
 from raykv.actors.store_why import Places, known_heads
 from raykv.admin_messages import (
-    NO_TENANT,
     Absence,
     BlockPlace,
     Done,
-    ModelView,
     Operation,
     OperationKind,
     OperationState,
-    PinView,
     Selection,
     StoreView,
-    TenantView,
 )
-from raykv.core.known_models import KnownModel, KnownModels
+from raykv.core.known_models import KnownModel
 from raykv.core.operator_pins import Pin
-from raykv.core.selections import Chosen, checked_tenant, chosen
-from raykv.core.store_plans import Published
+from raykv.core.selections import chosen
 from raykv.engine_messages import Why
-from raykv.errors import DiskError, StoreError
+from raykv.errors import StoreError
 from raykv.store_messages import Medium, RankAttach, StoreSpec
 from raykv.types import StoreLife
 
@@ -48,9 +47,6 @@ logger = logging.getLogger("raykv")
 
 LONGEST_PIN_S = 366 * 86400.0
 NOTE_LEN = 1000
-SHOWN_TENANTS = 1000
-"""The largest; `StoreView.more["tenants"]` has how many there are."""
-MOST_QUOTA = 1 << 62
 
 
 class StoreAdmin:
@@ -65,10 +61,9 @@ class StoreAdmin:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`host`: the host tier's file. `clock`: seconds since the epoch."""
-        self._spec, self._life, self._sessions, self._clock = spec, life, sessions, clock
+        self._spec, self._life, self._clock = spec, life, clock
         self._file = NotesFile(spec, host)
-        self.models = KnownModels()
-        """Those whose blocks may be here."""
+        self.models = Models(sessions)
         self._quotas: dict[bytes, int] = {}
         self._stock: Stock | None = None
         self._turn = threading.RLock()  # one change at a time, and the file with it
@@ -82,8 +77,8 @@ class StoreAdmin:
         with self._turn:
             self._stock = stock
             notes = self._file.read()
-            for model in (*notes.models, *self.models.all()):
-                self.models.learn(model)
+            for model in (*notes.models, *self.models.known.all()):
+                self.models.known.learn(model)
             for tag, nbytes in notes.quotas.items():
                 self._set_quota(stock, tag, nbytes)
             for pin in notes.pins:
@@ -105,7 +100,7 @@ class StoreAdmin:
         """A worker has joined: its facts are known from now on."""
         model = KnownModel(attach.fingerprint, attach.model, attach.facts, len(attach.groups))
         with self._turn:
-            if self.models.learn(model) and self._stock is not None:
+            if self.models.known.learn(model) and self._stock is not None:
                 self._note()
 
     def tick(self) -> None:
@@ -147,54 +142,14 @@ class StoreAdmin:
                 by_medium.setdefault(media[place.tier], []).append(key)
             rows = tuple((medium, tuple(keys)) for medium, keys in by_medium.items())
             kept.append(KeptPin(pin.number, pin.expires, pin.note, rows))
-        self._file.write(Notes(self.models.all(), dict(self._quotas), tuple(kept)))
+        self._file.write(Notes(self.models.known.all(), dict(self._quotas), tuple(kept)))
 
     # -- questions ------------------------------------------------------------------------------------------
 
     def view(self) -> StoreView:
         """What the store holds, by model and by tenant, its pins and operations. A short hold of the lock."""
-        operations, stock = self.operations_of.all(), self._stock
-        engines = self._engines()
-        if stock is None:
-            models = tuple(self._model(one, 0, 0, engines) for one in sorted({*self._fingerprints(), *engines}))
-            return StoreView(self._life, self._spec.name, models, operations=operations)
-        slot_nbytes, contents = stock.tiers.slot_nbytes, stock.book.contents
-        with stock.lock:
-            blocks = contents.census.blocks(stock.book.own_tiers)
-            tenants = [(one.tag, one.slots, one.refused) for one in contents.tenants.all()]
-            pins = tuple(self._pin_view(pin, slot_nbytes) for pin in contents.pins.all())
-            absences = len(contents.absences)
-        known = sorted({*self._fingerprints(), *engines, *blocks})
-        models = tuple(self._model(one, blocks.get(one, 0), slot_nbytes, engines) for one in known)
-        quotas = dict(self._quotas)
-        tenants.sort(key=lambda one: (one[0] in quotas, one[1]), reverse=True)
-        views = tuple(
-            TenantView(tag.hex(), slots, slots * slot_nbytes, quotas.get(tag), refused)
-            for tag, slots, refused in tenants[:SHOWN_TENANTS]
-        )
-        more = {"tenants": len(tenants), "slot_nbytes": slot_nbytes}
-        return StoreView(self._life, self._spec.name, models, views, pins, operations, absences, more)
-
-    def _fingerprints(self) -> list[bytes]:
-        return [model.fingerprint for model in self.models.all()]
-
-    def _engines(self) -> dict[bytes, list[str]]:
-        found: dict[bytes, list[str]] = {}
-        for attach in self._sessions.attaches():
-            engines = found.setdefault(attach.fingerprint, [])
-            if str(attach.engine) not in engines:
-                engines.append(str(attach.engine))
-        return found
-
-    def _model(self, one: bytes, blocks: int, slot_nbytes: int, engines: dict[bytes, list[str]]) -> ModelView:
-        model = self.models.get(one)
-        name, facts = (model.name, model.facts) if model is not None else ("", "")
-        windows = self.attached_windows(one) if one in engines else ()
-        return ModelView(one.hex(), name, facts, blocks, blocks * slot_nbytes, tuple(engines.get(one, ())), windows)
-
-    @staticmethod
-    def _pin_view(pin: Pin, slot_nbytes: int) -> PinView:
-        return PinView(pin.number, len(pin.places), len(pin.places) * slot_nbytes, pin.expires, pin.note)
+        stock, operations = self._stock, self.operations_of.all()
+        return view_of(self._life, self._spec.name, stock, self.models, dict(self._quotas), operations)
 
     def where(self, fingerprints: tuple[str, ...], hashes: bytes) -> tuple[BlockPlace, ...]:
         """For each hash where its block lies, over all ranks and KV groups of these fingerprints."""
@@ -205,7 +160,7 @@ class StoreAdmin:
         return self._places().why(fingerprints, hashes, then)
 
     def _places(self) -> Places:
-        return Places(self._stock, self.models)
+        return Places(self._stock, self.models.known)
 
     # -- pins -----------------------------------------------------------------------------------------------
 
@@ -266,72 +221,20 @@ class StoreAdmin:
         """Forget what is selected and nobody holds; of a shared folder the files too, as far as the selection says
         which. A file has no tenant: of a tenant's only those go that this store knows of."""
         stock, what = self._open_stock(), chosen(selection, self._media())
-        gone = held = files = 0
-        heads = self._heads(stock)
-        for part in stock.book.select(what, heads):
-            with stock.lock:
-                found = part()
-                cleared = set(stock.book.forget_all([place for _, place in found]))
-                stock.tiers.clear(list(cleared))
-            gone, held = gone + len(cleared), held + len(found) - len(cleared)
-            files += self._forget_files(stock, [one for one in found if one[1] in cleared])
-        files += self._forget_unknown_files(stock, what, heads)
-        said = f"{gone:,} blocks are forgotten"
-        if files:
-            said += f", with {files:,} files of the shared folder"
-        if held:
-            said += f"; {held:,} are pinned, leased or being copied, and stay"
-        return Done(gone, gone * stock.tiers.slot_nbytes, f"{said}.")
-
-    def _forget_files(self, stock: Stock, gone: Sequence[Published]) -> int:
-        shared = stock.tiers.shared()
-        if shared is None:
-            return 0
-        tier, pool = shared
-        try:
-            return pool.remove([key for key, place in gone if place.tier == tier])
-        except DiskError as error:
-            raise StoreError(f"Not all files could be removed: {error}") from error
-
-    def _forget_unknown_files(self, stock: Stock, what: Chosen, heads: Sequence[bytes]) -> int:
-        """Files that other nodes wrote, of named blocks or of a model."""
-        shared = stock.tiers.shared()
-        if shared is None or what.medium not in (None, Medium.FS) or what.tenant is not None:
-            return 0
-        _, pool = shared
-        try:
-            if what.hashes is not None:
-                with stock.lock:
-                    keys = [head + one for one in what.hashes for head in what.heads(heads)]
-                    keys = [key for key in keys if stock.book.find(key) is None]
-                return pool.remove(keys)
-            return pool.remove_all(what.fingerprints)
-        except DiskError as error:
-            raise StoreError(f"Not all files could be removed: {error}") from error
+        return forget(stock, what, self._heads(stock))
 
     def clear(self, medium: Medium | None = None) -> int:
         """Forget the blocks that nobody holds, of one tier or of all; how many slots came free. Files of a shared
         folder stay."""
-        stock, gone = self._stock, 0
+        stock = self._stock
         if stock is None or (medium is not None and medium not in self._media()):
             return 0
-        for part in stock.book.select(Chosen(frozenset(), None, None, medium), ()):
-            with stock.lock:
-                cleared = stock.book.forget_all([place for _, place in part()])
-                stock.tiers.clear(cleared)
-            gone += len(cleared)
-        return gone
+        return clear(stock, medium)
 
     def set_quota(self, tenant: str, nbytes: int | None) -> Done:
         """What a tenant's blocks may take up in all tiers of this node's own, counted in slots; None: no limit. What
         he has beyond goes now, as far as nobody holds it."""
-        tag = checked_tenant(tenant)
-        if tag == NO_TENANT:
-            raise StoreError("Blocks without a tenant have no quota: it is the tiers' capacity that limits them.")
-        if nbytes is not None and (
-            not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 0 <= nbytes <= MOST_QUOTA
-        ):
-            raise StoreError(f"A quota is a number of bytes from 0 on, or None for no limit, not {nbytes!r:.40}.")
+        tag = checked_quota(tenant, nbytes)
         stock = self._open_stock()
         with self._turn:
             cut = self._set_quota(stock, tag, nbytes)
@@ -344,30 +247,12 @@ class StoreAdmin:
         return Done(cut, cut * stock.tiers.slot_nbytes, f"{said}.")
 
     def _set_quota(self, stock: Stock, tag: bytes, nbytes: int | None) -> int:
-        """How many blocks went for it."""
-        book, gone = stock.book, 0
-        tenants = book.contents.tenants
-        slots = nbytes // stock.tiers.slot_nbytes if nbytes is not None else None
+        """How many blocks went for it. `_turn` is held."""
         if nbytes is None:
             self._quotas.pop(tag, None)
         else:
             self._quotas[tag] = nbytes
-        with stock.lock:
-            number = tenants.set_quota(tag, slots)
-            tiers = book.own_tiers
-        for tier in tiers if slots is not None else ():
-            first: int | None = 0
-            while first is not None:
-                with stock.lock:
-                    first = tenants.scan(number, tier, first)
-        while slots is not None:
-            with stock.lock:
-                cut = book.quota_cut(tag)
-                stock.tiers.clear(cut)
-            if not cut:
-                break
-            gone += len(cut)
-        return gone
+        return apply_quota(stock, tag, nbytes)
 
     # -- what takes long ------------------------------------------------------------------------------------
 
@@ -398,19 +283,7 @@ class StoreAdmin:
         return stock.book.serving_media if stock is not None else [tier.medium for tier in self._spec.tiers]
 
     def _heads(self, stock: Stock) -> list[bytes]:
-        return known_heads(stock, self.models)
-
-    def windows(self, fingerprint: bytes) -> list[int]:
-        """What the KV groups of the model with it need of a prefix; where no engine says so, all of it."""
-        model = self.models.get(fingerprint)
-        return list(self.attached_windows(fingerprint)) or [0] * (model.groups if model is not None else 1)
-
-    def attached_windows(self, fingerprint: bytes) -> tuple[int, ...]:
-        """The same; empty where no engine says so."""
-        for attach in self._sessions.attaches():
-            if attach.fingerprint == fingerprint:
-                return tuple(group.window_blocks for group in attach.groups)
-        return ()
+        return known_heads(stock, self.models.known)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless what is under way agrees with itself."""
@@ -420,8 +293,8 @@ class StoreAdmin:
 def long_ones(admin: StoreAdmin, stock: Stock, shared: SharedLookUps | None, peers: PeerTier | None) -> None:
     """Let operators order what takes long in this store."""
     admin.operations_of.add(OperationKind.VERIFY, Verify(stock))
-    far = FromPeers(peers.prefetcher if peers is not None else None, admin.attached_windows)
-    prefetch = Prefetch(stock, shared, lambda: known_heads(stock, admin.models), admin.windows, far)
+    far = FromPeers(peers.prefetcher if peers is not None else None, admin.models.attached_windows)
+    prefetch = Prefetch(stock, shared, lambda: known_heads(stock, admin.models.known), admin.models.windows, far)
     admin.operations_of.add(OperationKind.PREFETCH, prefetch)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, directory_handle, event_handle, handles, named_actor
+from raykv.actors import cluster, directory_handle, event_handle, named_actor, ray_calls
 from raykv.actors.named_actor import NamedActor
 from raykv.actors.peer_finder import DirectoryFinder, PeerDoor
 from raykv.actors.processes import Pidfd
@@ -33,7 +33,7 @@ GROUPS = {
     "drain": 2,
     "adopt": 2,
     "admin": 2,
-    handles.CONTROL_GROUP: 4,
+    ray_calls.CONTROL_GROUP: 4,
 }
 """Threads by concurrency group: a look-up waits for look-ups only, a rank's load for nobody's save."""
 ADMIN = ("view", "where", "why", "pin", "unpin", "forget", "set_quota", "begin", "operation", "operations")
@@ -146,7 +146,7 @@ def _conflict(spec: StoreSpec, running: Mapping[str, Any]) -> str:
 
 def stores(namespace: str = "raykv") -> list[str]:
     """The names of all stores in the cluster. Needs the head."""
-    return [name for name in handles.names(namespace) if name.startswith(PREFIX)]
+    return [name for name in ray_calls.names(namespace) if name.startswith(PREFIX)]
 
 
 def shutdown_stores(

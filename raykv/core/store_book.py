@@ -1,8 +1,10 @@
 """The book of a node's store: which block lies where, for whom it is kept, and what is to be copied next.
 
-One owner drives it, under one lock that it holds for one call and for the header changes that the call asks for
-(`store_plans`). The book does no I/O and has no clock: it decides, the owner copies outside the lock and comes back
-with what happened. A wrong call raises IntegrityError and changes nothing.
+This class is the one door. Behind it look-ups and leases are decided in `leased_reads`, saves in `save_book`, copies
+between tiers in `moves`, changes of the tiers in `tier_changes`. One owner drives it, under one lock that it holds for
+one call and for the header changes that the call asks for (`store_plans`). The book does no I/O and has no clock: it
+decides, the owner copies outside the lock and comes back with what happened. A wrong call raises IntegrityError and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from raykv.core.content_log import ContentLog
 from raykv.core.contents import Contents, WatchedTiers
 from raykv.core.drain_book import DrainBook
 from raykv.core.fetches import Fetches
-from raykv.core.leases import LeaseBook
+from raykv.core.leased_reads import LeasedReads
 from raykv.core.moves import Moves
-from raykv.core.peer_part import lacking
-from raykv.core.prefix import CHUNK, block_key, longest_prefix, tail_first
-from raykv.core.save_jobs import SaveJobs, Settled
+from raykv.core.prefix import CHUNK, block_key
+from raykv.core.save_book import SaveBook
 from raykv.core.scrub import Scrub
 from raykv.core.selections import Chosen, Part, parts
 from raykv.core.slot_ages import SlotAges
@@ -33,16 +34,11 @@ from raykv.core.store_plans import (
     MovePlan,
     Place,
     Published,
-    Row,
     SavePlan,
-    row_of,
-    runs_of,
 )
 from raykv.core.tier_changes import TierChanges
-from raykv.core.tiers import OneTable
 from raykv.engine_messages import Why
-from raykv.errors import IntegrityError
-from raykv.store_messages import HASH_NBYTES, Cascade, Medium
+from raykv.store_messages import Cascade, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
 
 __all__ = ["Lease", "Move", "MoveEnd", "MovePlan", "Place", "SavePlan", "StoreBook", "block_key"]
@@ -65,10 +61,7 @@ class StoreBook:
         queue_limit: int | None = None,
     ) -> None:
         self._tiers = WatchedTiers(tables, media)
-        self._jobs = SaveJobs()
-        self._leases = LeaseBook()
         self._moves = Moves(self._tiers, cascade, low, queue_limit)
-        self._lease_s = lease_s
         self._scrub = Scrub(self._tiers)
         self._fetches = Fetches(self._tiers)
         self.drain = DrainBook(self._tiers, cascade, low)
@@ -77,6 +70,8 @@ class StoreBook:
         """What a Directory is to be told; off until somebody does so."""
         self.contents = Contents(self._tiers)
         """Whose blocks these are, which of them operators keep, and what became of the others."""
+        self._leased = LeasedReads(self._tiers, self.contents, self._counts, lease_s)
+        self._saves = SaveBook(self._tiers, self.contents, self._moves, self._counts)
         self.reads = CheckedReads(self._tiers)
         """What is read on an operator's order."""
         for tier, table in enumerate(tables):
@@ -137,12 +132,8 @@ class StoreBook:
         tables = self._tiers.tables
         cleared = [place for place in places if not tables[place.tier].pins(place.slot)]
         with self.contents.absences.because(Why.CLEARED):
-            self._evict(cleared)
+            self._tiers.evict(cleared)
         return cleared
-
-    def _evict(self, places: Iterable[Place]) -> None:
-        for tier, slot in places:
-            self._tiers.tables[tier].evict([slot])
 
     def select(self, what: Chosen, heads: Sequence[bytes]) -> Iterator[Part]:
         """The READY blocks that an operator means, in parts; each part is one call. `heads`: see `selections.parts`."""
@@ -190,14 +181,10 @@ class StoreBook:
         over = tenants.over(number) if number is not None else 0
         if number is None or not over:
             return []
-        victims = tenants.victims(number, min(over, QUOTA_STEP), self._may_go)
+        victims = tenants.victims(number, min(over, QUOTA_STEP), self._tiers.may_go)
         with self.contents.absences.because(Why.OVER_QUOTA):
-            self._evict(victims)
+            self._tiers.evict(victims)
         return victims
-
-    def _may_go(self, place: Place) -> bool:
-        tiers = self._tiers
-        return place.tier in tiers.serving and tiers.is_ready(place) and not tiers.tables[place.tier].pins(place.slot)
 
     # -- look-ups and loads ---------------------------------------------------------------------------------
 
@@ -216,24 +203,7 @@ class StoreBook:
         `windows[g]` 0: the group needs all blocks of the prefix; w > 0: only its last w. A request has one lease: an
         older one is released, also when the answer is None.
         """
-        tiers = self._tiers
-        n, rows = longest_prefix(tiers, fingerprints, windows, hashes)
-        counts = self._counts
-        counts["look_ups"] += 1
-        counts["hit_blocks"] += n
-        counts["missed_blocks"] += len(hashes) // HASH_NBYTES - n
-        if not n:
-            tiers.unpin_runs(self._leases.drop_request(engine, request))
-            return None
-        flat = [row for by_group in rows for row in by_group]
-        expires = now + self._lease_s
-        lease = Lease(self._leases.next_id(), engine, request, expires, n, rows, tiers.slowest(n, flat))
-        order = tail_first(flat)
-        tiers.read(order)
-        if self.contents.tenants.limited:
-            self.contents.tenants.asked(order)
-        tiers.unpin_runs(self._leases.grant(lease))
-        return lease
+        return self._leased.look_up(engine, request, fingerprints, windows, hashes, now)
 
     @property
     def fastest(self) -> int | None:
@@ -263,15 +233,11 @@ class StoreBook:
 
     def release(self, lease: LeaseId) -> None:
         """The lease is over (once loads of it have ended). A second time and an unknown one are fine."""
-        self._tiers.unpin_runs(self._leases.release(lease))
+        self._leased.release(lease)
 
     def expire(self, now: float) -> int:
         """Release what is past its time; how many leases that were. Tells the ages of blocks the time as well."""
-        for table in self._tiers.tables:
-            table.ages.tick(now)
-        count, freed = self._leases.expire(now)
-        self._tiers.unpin_runs(freed)
-        return count
+        return self._leased.expire(now)
 
     def begin_load(
         self, lease: LeaseId, rank: int, indices: Sequence[Sequence[int]]
@@ -281,33 +247,14 @@ class StoreBook:
         None: the lease is over, or it does not cover all of them; the load fails. Else the lease lives until
         `end_load`, which the caller calls exactly once for this call.
         """
-        held = self._leases.get(lease)
-        if held is None or not 0 <= rank < len(held.rows) or len(indices) != len(held.rows[rank]):
-            return None
-        wanted: list[tuple[Place, ...]] = []
-        for group, group_indices in enumerate(indices):
-            places = held.places(rank, group, group_indices)
-            if places is None:
-                return None
-            wanted.append(places)
-        self._leases.begin_use(lease, rank)
-        self._counts["loaded_blocks"] += sum(map(len, wanted))
-        return tuple(wanted)
+        return self._leased.begin_load(lease, rank, indices)
 
     def end_load(self, lease: LeaseId, rank: int, bad: Iterable[Place] = ()) -> list[Place]:
         """That load no longer reads. `bad` failed their check: quarantine the headers of the places returned.
 
         Bad places are never found again; who else holds them keeps the pin and will find out for himself.
         """
-        bad = set(bad)
-        held = self._leases.in_use(lease, rank)
-        if held is None or not all(map(held.covers, bad)):
-            raise IntegrityError(f"no load of rank {rank} under lease {lease} reads {sorted(bad)}")
-        with self.contents.absences.because(Why.CORRUPT):
-            found = [place for place in sorted(bad) if self._tiers.quarantine(place)]
-        self._counts["loaded_blocks"] -= len(bad)
-        self._tiers.unpin_runs(self._leases.end_use(lease, rank))
-        return found
+        return self._leased.end_load(lease, rank, bad)
 
     # -- saves ----------------------------------------------------------------------------------------------
 
@@ -319,89 +266,27 @@ class StoreBook:
         `tenants`: whose each block is, empty if all are nobody's. A tenant who is over his quota by this makes room
         among his own, and what is too much all the same is skipped.
         """
-        tier = self._tiers.fastest
-        if not self._jobs.takes(engine, rank, job) or tier is None:
-            return self._planned(engine, rank, job, (), (), range(len(keys)), ())
-        table = self._tiers.tables[tier]
-        wanted: dict[bytes, int] = {}
-        known, kept = [], []
-        for i, key in enumerate(keys):
-            place = self._tiers.find(key)
-            if place is not None:
-                kept.append(place)
-            if place is not None or self._tiers.being_written(key):
-                known.append(i)
-            else:
-                wanted.setdefault(key, i)
-        runs = runs_of(kept)
-        self._tiers.use(reversed(runs))  # the tail first: without its prefix it is worth nothing
-        self._tiers.pin_runs(runs)  # making room must not take what the job counts on
-        clear: list[Place] = []
-        allowed = wanted
-        if tenants and self.contents.tenants.limited:
-            self.contents.tenants.asked(runs)
-            clear, refused = self.contents.within_quotas(wanted, tenants, self._may_go)
-            self._evict(clear)
-            allowed = {key: i for key, i in wanted.items() if key not in refused}
-        clear += self._tiers.make_room(tier, len(allowed))
-        self._tiers.unpin_runs(runs)
-        written = dict(list(allowed.items())[: table.free])
-        in_rows = sorted(written, key=row_of)  # a look-up goes by runs of one row
-        slot_of = dict(zip(in_rows, table.reserve(in_rows) or (), strict=True))
-        write = [(i, Place(tier, slot_of[key])) for key, i in written.items()]
-        if tenants:
-            self.contents.reserved(write, tenants)
-        fresh = set(known).union(written.values())
-        twice = [i for i, key in enumerate(keys) if i not in fresh and key in written]
-        skipped = [i for i, key in enumerate(keys) if i not in fresh and key not in written]
-        for key in list(allowed)[len(written) :]:
-            self.contents.absences.note(key, Why.NO_ROOM)
-        return self._planned(engine, rank, job, write, sorted(known + twice), skipped, clear)
-
-    def _planned(
-        self,
-        engine: EngineId,
-        rank: Rank,
-        job: JobId,
-        write: Sequence[tuple[int, Place]],
-        known: Sequence[int],
-        skipped: Sequence[int],
-        clear: Sequence[Place],
-    ) -> SavePlan:
-        ticket = self._jobs.begin(engine, rank, job, [place for _, place in write])
-        self._counts["skipped_blocks"] += len(skipped)
-        return SavePlan(engine, rank, job, ticket, tuple(write), tuple(known), tuple(skipped), tuple(clear))
+        return self._saves.begin_save(engine, rank, job, keys, tenants)
 
     def end_write(self, plan: SavePlan, ok: bool) -> None:
         """That rank no longer writes for that plan. Exactly once per plan, also for one with nothing to write."""
-        self._settle(self._jobs.end(plan.ticket, ok))
+        self._saves.end_write(plan, ok)
 
     def commit(self, engine: EngineId, job: JobId) -> list[Published]:
         """The engine says that the job is complete on all ranks: publish what is returned.
 
         Holds if every rank that began has ended with ok; else it is an abort. An unknown job has nothing to publish.
         """
-        return self._settle(self._jobs.commit(engine, job))
+        return self._saves.commit(engine, job)
 
     def abort(self, engine: EngineId, job: JobId) -> None:
         """The job must not be seen. Its slots come free as its ranks end. An unknown job is fine."""
-        self._settle(self._jobs.abort(engine, job))
+        self._saves.abort(engine, job)
 
     def end_engine(self, engine: EngineId) -> None:
         """The engine is gone: its leases are over, its uncommitted jobs are aborted."""
-        self._tiers.unpin_runs(self._leases.end_engine(engine))
-        self._settle(self._jobs.end_engine(engine))
-
-    def _settle(self, settled: Settled) -> list[Published]:
-        serving = [place for place in settled.publish if place.tier in self._tiers.serving]
-        for discard in (settled.discard, [place for place in settled.publish if place.tier not in self._tiers.serving]):
-            self._tiers.discard(discard)
-            self.contents.discarded(discard)
-        published = self._tiers.publish(serving)
-        for key, place in published:
-            self._moves.committed(place.tier, key)
-        self._counts["saved_blocks"] += len(published)
-        return published
+        self._leased.end_engine(engine)
+        self._saves.end_engine(engine)
 
     # -- moves between tiers --------------------------------------------------------------------------------
 
@@ -448,14 +333,11 @@ class StoreBook:
 
     def lease_nothing(self, engine: EngineId, request: RequestId, ranks: int, groups: int, now: float) -> LeaseId:
         """A lease of no block, for a prefix of which all lies at a peer. Else it is as one of `look_up`."""
-        rows = ((Row(0, ()),) * groups,) * ranks
-        lease = Lease(self._leases.next_id(), engine, request, now + self._lease_s, 0, rows, ())
-        self._tiers.unpin_runs(self._leases.grant(lease))
-        return lease.id
+        return self._leased.lease_nothing(engine, request, ranks, groups, now)
 
     def holds(self, lease: LeaseId) -> bool:
         """Whether the lease is not over."""
-        return self._leases.get(lease) is not None
+        return self._leased.holds(lease)
 
     def lend(
         self,
@@ -473,24 +355,7 @@ class StoreBook:
         None if it is not longer than that, or if more than `most` slots would be pinned. No look-up of an engine's,
         so none of its figures.
         """
-        tiers = self._tiers
-        tier = tiers.of(Medium.HOST)
-        if tier not in tiers.serving or tier is None:
-            return None
-        n, rows = longest_prefix(OneTable(tier, tiers.tables[tier]), fingerprints, windows, hashes)
-        if n <= first:
-            return None
-        ranges = lacking(windows, first, n)
-        lent = tuple(
-            tuple(row.past(wanted.start) for row, wanted in zip(by_group, ranges, strict=True)) for by_group in rows
-        )
-        lease = Lease(self._leases.next_id(), borrower, number, expires, n, lent, (tiers.media[tier],) * n)
-        if lease.num_pins > most:
-            return None
-        tiers.pin_runs(lease.runs())
-        tiers.use(tail_first([row for by_group in lent for row in by_group]))
-        tiers.unpin_runs(self._leases.grant(lease))
-        return lease
+        return self._leased.lend(borrower, number, fingerprints, windows, hashes, first, most, expires)
 
     def begin_fetch(self, keys: Sequence[bytes]) -> tuple[list[Place | None], list[Place]]:
         """Blocks are read from a peer now: the places that they are written into too, each ended by `end_fetch`.
@@ -523,15 +388,15 @@ class StoreBook:
         """All counts at this moment."""
         return BookFigures(
             tiers=self._tiers.figures(),
-            leases=len(self._leases),
-            open_jobs=len(self._jobs),
+            leases=len(self._leased.leases),
+            open_jobs=len(self._saves.jobs),
             open_moves=len(self._moves),
             waiting_moves=self._moves.waiting,
             demoted_blocks=self._moves.demoted,
             promoted_blocks=self._moves.promoted,
             dropped_blocks=self._tiers.dropped,
             queue_overflows=self._moves.overflows,
-            unknown_releases=self._leases.unknown_releases,
+            unknown_releases=self._leased.leases.unknown_releases,
             **{name: self._counts[name] for name in COUNTED},
         )
 
@@ -541,11 +406,11 @@ class StoreBook:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pins and WRITING slots have owners and counts agree. Reads every slot."""
-        self._jobs.check_integrity()
-        self._leases.check_integrity()
+        self._saves.jobs.check_integrity()
+        self._leased.leases.check_integrity()
         self.changes.check_integrity()
         self.contents.check_integrity()
-        pinned = self._leases.pinned() + self._moves.pinned() + self._scrub.pinned() + self.drain.pinned()
+        pinned = self._leased.leases.pinned() + self._moves.pinned() + self._scrub.pinned() + self.drain.pinned()
         pinned += self.changes.pinned() + self.contents.pins.pinned() + self.reads.pinned()
         moving = [*self._moves.targets(), *self.changes.targets(), *self.reads.targets()]
-        self._tiers.check_integrity(pinned, [*self._jobs.places(), *moving, *self._fetches.targets()])
+        self._tiers.check_integrity(pinned, [*self._saves.jobs.places(), *moving, *self._fetches.targets()])

@@ -15,21 +15,6 @@ WINDOW = 256
 end, one save could go through a whole tier; and to keep a cold block at the price of a hot one is a poor trade."""
 
 
-class OneTable:
-    """What lies in one tier alone, as an index for `prefix.longest_prefix`."""
-
-    def __init__(self, tier: int, table: SlotTable) -> None:
-        self._tier, self._table = tier, table
-
-    def find(self, key: bytes) -> Place | None:
-        slot = self._table.find(key)
-        return Place(self._tier, slot) if slot is not None else None
-
-    def run(self, head: bytes, hashes: bytes, first: int) -> Run | None:
-        found = self._table.run(head, hashes, first)
-        return Run(self._tier, *found) if found is not None else None
-
-
 def _nothing() -> SlotTable:
     """In the place of a tier that was removed."""
     return SlotTable(1, make_policy(Eviction.LRU, 1))
@@ -147,6 +132,10 @@ class Tiers:
     def is_ready(self, place: Place) -> bool:
         return self.tables[place.tier].state(place.slot) is SlotState.READY
 
+    def may_go(self, place: Place) -> bool:
+        """Whether the place holds a block that is found, and nobody holds it."""
+        return place.tier in self.serving and self.is_ready(place) and not self.tables[place.tier].pins(place.slot)
+
     # -- which tiers there are ------------------------------------------------------------------------------
 
     def add(self, table: SlotTable, medium: Medium, position: int) -> int:
@@ -228,6 +217,11 @@ class Tiers:
     def discard(self, places: Iterable[Place]) -> None:
         for place in places:
             self.tables[place.tier].discard(place.slot)
+
+    def evict(self, places: Iterable[Place]) -> None:
+        """Throw these out; READY ones without a pin."""
+        for tier, slot in places:
+            self.tables[tier].evict([slot])
 
     def quarantine(self, place: Place) -> bool:
         """A read of the place failed its check. False if it is quarantined already."""

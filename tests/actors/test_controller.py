@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.controller import SILENT_S, Controller
+from raykv.actors.controller import Controller
+from raykv.actors.controller_reports import SILENT_S
 from raykv.actors.controller_targets import LINGER_S, SETTLE_S
 from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
 from raykv.actors.node_facts import NodeFacts

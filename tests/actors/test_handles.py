@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.actors import cluster, handles, host_base, observer
+from raykv.actors import cluster, handles, host_base, observer, ray_calls
 from raykv.actors.handles import RemoteHost
 from raykv.errors import HostDied, HostError, HostRaised, HostStartError, HostTimeout, VersionMismatchError
 from tests.actors.hosts import READY_S, launch, ready
@@ -70,9 +70,9 @@ def test_a_callback_hears_result_and_error(host: RemoteHost) -> None:
         heard.append((result, error))
         both.release()
 
-    handles.on_done(host.label, host.submit("add", 1, 2), done)
+    ray_calls.on_done(host.label, host.submit("add", 1, 2), done)
     assert both.acquire(timeout=30)
-    handles.on_done(host.label, host.submit("boom"), done)
+    ray_calls.on_done(host.label, host.submit("boom"), done)
     assert both.acquire(timeout=30)
     assert heard[0] == (3, None) and isinstance(heard[1][1], HostRaised)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from raykv.actors import cluster, handles
+from raykv.actors import cluster, ray_calls
 from raykv.actors.processes import Pidfd
 from raykv.errors import HostStartError
 from tests.actors.hosts import READY_S, launch, ready
@@ -100,7 +100,7 @@ def test_a_lost_head_comes_back(started: dict[str, Any]) -> None:
     host.kill()
     fresh = ready()
     assert fresh.call("add", 1, 2, timeout=30) == 3
-    assert set(handles.names()) == {waiting.label, fresh.label} and given_up_name not in handles.names()
+    assert set(ray_calls.names()) == {waiting.label, fresh.label} and given_up_name not in ray_calls.names()
     rows = raykv("status", "--address", started["address"])["hosts"]
     assert {row["pid"] for row in rows} == {h.info.pid for h in (waiting, fresh) if h.info}
     waiting.kill()

@@ -408,9 +408,9 @@ def test_the_scrubber_finds_rot_that_nobody_reads(h: Harness) -> None:
     rank = h.rank(store)
     h.put(store, rank, "p", [0, 1])
     rot(h, store, slot=1)
-    assert store._mover is not None
+    assert store._works is not None
     for _ in range(4):
-        store._mover.scrub(0)
+        store._works.mover.scrub(0)
     assert store.status().tiers[0].quarantined == 1
     assert store.look_up(E, look_up("p", 2)).num_blocks == 1
 

@@ -288,7 +288,7 @@ def test_look_ups_do_not_wait_for_a_slow_directory(cluster: Nodes, monkeypatch: 
 
     monkeypatch.setattr(fs_folder.SharedFolder, "look", hanging)
     assert b.look("p", 2).num_blocks == 0
-    shared = b.store._shared
+    shared = b.store._look_ups.shared
     assert shared is not None and shared._slow_until > time.monotonic()
     found = b.look("mine", 4)
     assert found.num_blocks == 2 and b.get(found, [5, 6]).ok, "its own tiers serve on"

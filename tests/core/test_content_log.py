@@ -29,7 +29,7 @@ class Store:
         media = [Medium.HOST, Medium.DISK][: len(slots)]
         self.book = StoreBook(self.tables, media, Cascade.EVICT, lease_s=60.0, low=0.5)
         self.log = self.book.content
-        self.log._limit = limit
+        self.log._log._limit = limit
         self.jobs = 0
         self.off: set[int] = set()
         self.believed: set[bytes] = set()

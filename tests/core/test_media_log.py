@@ -28,7 +28,7 @@ class Store:
         self.tables = [SlotTable(count, LRU(count)) for count in slots]
         self.book = StoreBook(self.tables, [Medium.HOST, Medium.DISK], Cascade.EVICT, lease_s=60.0, low=0.5)
         self.log = self.book.content.media
-        self.log._limit = limit
+        self.log._log._limit = limit
         self.jobs = 0
         self.off: set[int] = set()
         self.believed: dict[bytes, int] = {}

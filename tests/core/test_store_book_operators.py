@@ -238,7 +238,7 @@ class OperatedMachine(BookMachine):
         for place, key in self.headers.items():
             assert self.owners[place] == tag_of(key) == self.book.contents.tenants.tag(place)
         counted = Counter(self.owners.values()) + Counter(
-            tag_of(self.tables[place.tier].key(place.slot)) for place in self.book._jobs.places()
+            tag_of(self.tables[place.tier].key(place.slot)) for place in self.book._saves.jobs.places()
         )
         for tag in TAGS[1:]:
             assert self.slots_of(tag) == counted[tag]
