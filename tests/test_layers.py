@@ -67,6 +67,7 @@ DOORS = {
         "actors/ray_metrics.py",
         "actors/store_handle.py",
         "actors/desk_handle.py",
+        "actors/engine_actors.py",
         "actors/nodes.py",
         "serve_llm.py",
         "router/app.py",

@@ -12,9 +12,10 @@ from typing import Any
 
 from raykv.actors import controller, named_actor, ray_calls, ray_metrics
 from raykv.actors.controller_world import Record
+from raykv.actors.engine_actors import PREFIX
 from raykv.actors.host_base import HostInfo, be_as_nice_as_others, compare_versions
 from raykv.actors.named_actor import NamedActor
-from raykv.actors.nodes import PREFIX, RayWorld
+from raykv.actors.nodes import RayWorld
 from raykv.cluster_messages import CONTROLLER, ClusterStatus
 from raykv.errors import ClusterError, ConfigError, HostError, HostRaised, RayKVError
 from raykv.observe.samples import Sample

@@ -11,7 +11,6 @@ import os
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, named_actor, ray_calls
 from raykv.actors.engine_desk import EngineDesk
@@ -82,7 +81,7 @@ def _start(name: str, engine: EngineId, last_stories: int, own: tuple[int, int],
             .options(
                 name=name,
                 namespace=namespace,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                **named_actor.on_node(node),
                 # Ray tells an actor of its owner's end, but not while the head is away.
                 runtime_env={"env_vars": {OWNER_VARIABLE: f"{own[0]}:{own[1]}", "CUDA_VISIBLE_DEVICES": ""}},
             )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, ray_calls
 from raykv.actors.host_base import HostInfo, compare_versions
@@ -109,6 +110,11 @@ def on_head() -> dict[str, float]:
     """The resources that ask for the head's node, or for any where no node says that it is the head's."""
     known = any(node["alive"] and HEAD in node["resources"] for node in cluster.nodes())
     return {HEAD: 0.001} if known else {}
+
+
+def on_node(node: str) -> dict[str, Any]:
+    """Ray's option for what runs on this node (its id) or nowhere."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def kill(actor: Any, name: str, namespace: str, timeout: float) -> bool:

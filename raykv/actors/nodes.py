@@ -1,14 +1,12 @@
 """The cluster's nodes, and engines and stores on them, as the Controller sees and commands them over Ray.
 
-Part of RayKV's edge to Ray. An engine's actor is detached and never restarted by Ray: the Controller decides that. It
-is found by its name, which says what it is: replica, node, and the digest of what it was ordered to run.
+Part of RayKV's edge to Ray. How an engine's actor is started, found and ended is in `engine_actors`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,28 +14,21 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.actors import cluster, named_actor, own_node, ray_calls, settings, store_handle
+from raykv.actors import cluster, named_actor, store_handle
 from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
-from raykv.actors.engine_server import EngineServer
+from raykv.actors.engine_actors import NODE_CHARS, EngineActors, kill
 from raykv.actors.node_facts import NodeFacts, probe
 from raykv.cluster_messages import CONTROLLER, EngineOrder
 from raykv.core.reconcile import Instance, StoreAt
-from raykv.errors import HostDied, HostError, HostRaised, HostTimeout
+from raykv.errors import HostError, HostRaised, HostTimeout
 from raykv.store_messages import DrainReport, StoreSpec
 
 logger = logging.getLogger("raykv")
 
-PREFIX = "raykv-engine-"
-GROUPS = {ray_calls.CONTROL_GROUP: 4}
-NODE_CHARS = 12
-REPORT_S = 2.0
 PROBE_S = 60.0
-EMPTY_S = 300.0
-"""How long an engine that is to go may take to finish its requests."""
-GRACE_S = 30.0
-GONE_S = 30.0
+ANSWER_S = 2.0
+"""Seconds between two looks at whether a drain has ended, or is still wanted."""
 DRAIN_S = 600.0
 KV_NAMESPACE = b"raykv"
 
@@ -47,7 +38,7 @@ class RayWorld:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._actors: dict[str, Any] = {}
+        self._engines = EngineActors(namespace)
 
     # -- seeing ---------------------------------------------------------------------------------------------
 
@@ -74,7 +65,7 @@ class RayWorld:
     def probe(self, nodes: Collection[str], folders: Sequence[str], model: str | None) -> Mapping[str, NodeFacts]:
         """Facts of these nodes; those that do not answer in PROBE_S are left out."""
         task = ray.remote(num_cpus=0, max_retries=0)(probe)
-        refs = {node: task.options(**_on(node)).remote(list(folders), model) for node in nodes}
+        refs = {node: task.options(**named_actor.on_node(node)).remote(list(folders), model) for node in nodes}
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=PROBE_S) if refs else None
         facts = {}
         for node, ref in refs.items():
@@ -83,32 +74,8 @@ class RayWorld:
         return facts
 
     def engines(self, nodes: Collection[str]) -> Mapping[Instance, FoundEngine]:
-        """The engines on these nodes. One that does not answer in REPORT_S has no report."""
-        full = {node[:NODE_CHARS]: node for node in nodes}
-        names = [name for name in ray_calls.names(self._namespace) if name.startswith(PREFIX)]
-        refs: dict[str, Any] = {}
-        for name in names:
-            actor = self._actor(name)
-            if actor is not None:
-                refs[name] = actor.report.options(concurrency_group=ray_calls.CONTROL_GROUP).remote()
-        ready = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=REPORT_S)[0]) if refs else set()
-        found: dict[Instance, FoundEngine] = {}
-        for name, ref in refs.items():
-            replica, node, digest = _parse(name)
-            if node not in full:
-                continue
-            engine = FoundEngine(name, digest, None)
-            if ref in ready:
-                try:
-                    engine = FoundEngine(name, digest, ray.get(ref))
-                except Exception as error:
-                    if isinstance(ray_calls.translated(name, error), HostDied):
-                        self._actors.pop(name, None)
-                        continue  # it is gone, and its name soon too
-            found[Instance(replica, full[node])] = engine
-        for name in set(self._actors) - set(names):
-            self._actors.pop(name, None)
-        return found
+        """The engines on these nodes. One that does not answer in time has no report."""
+        return self._engines.found(nodes)
 
     def stores(self, nodes: Collection[str]) -> frozenset[StoreAt]:
         """The stores on these nodes, by name and node."""
@@ -127,38 +94,11 @@ class RayWorld:
         node = next((n for n in self.nodes() if n.id == instance.node), None)
         if node is None:
             raise WorldError(f"Node {instance.node[:8]} is gone.")
-        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-        try:
-            self._actors[_name(instance, order.digest)] = (
-                ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(Engine)
-                .options(
-                    name=_name(instance, order.digest),
-                    namespace=self._namespace,
-                    lifetime="detached",
-                    num_cpus=resources.get("CPU", 0),
-                    num_gpus=resources.get("GPU", 0),
-                    resources=others,
-                    **_on(instance.node),
-                )
-                .remote(order, _variables(instance.node), node.address, self._namespace)
-            )
-        except Exception as error:
-            raise ray_calls.translated(order.name, error) from error
+        self._engines.start(instance, order, resources, node.address)
 
     def stop_engine(self, instance: Instance, empty: bool) -> None:
         """End an engine and its actor, and wait until the actor's name is free."""
-        for name in [n for n in ray_calls.names(self._namespace) if n.startswith(PREFIX)]:
-            if _parse(name)[:2] != (instance.replica, instance.node[:NODE_CHARS]):
-                continue
-            actor = self._actor(name)
-            if actor is None:
-                continue
-            with contextlib.suppress(HostError):  # whatever it says, it is killed
-                if empty:
-                    ray_calls.result_of(name, actor.empty.remote(EMPTY_S), EMPTY_S + 5)
-                ray_calls.result_of(name, actor.stop.remote(GRACE_S if empty else 5.0), GRACE_S + 30)
-            _kill(actor, f"actor {name}", name, self._namespace)
-            self._actors.pop(name, None)
+        self._engines.stop(instance, empty)
 
     def start_store(self, spec: StoreSpec, node: str) -> None:
         """Start a node's store, or find it."""
@@ -184,7 +124,7 @@ class RayWorld:
                 break
             except HostError as error:  # killed: Ray starts it again, and it finds its blocks
                 logger.warning("the store %s did not end its drain, which goes on: %s", name, error)
-                time.sleep(REPORT_S)
+                time.sleep(ANSWER_S)
                 continue
             if report is None:
                 return
@@ -199,9 +139,9 @@ class RayWorld:
         done: queue.SimpleQueue[tuple[Any, HostError | None]] = queue.SimpleQueue()
         limit = max(1.0, deadline - time.monotonic())
         handle.submit("drain", limit, self._takers(at), done=lambda result, error: done.put((result, error)))
-        while time.monotonic() < deadline + REPORT_S:
+        while time.monotonic() < deadline + ANSWER_S:
             with contextlib.suppress(queue.Empty):
-                report, error = done.get(timeout=REPORT_S)
+                report, error = done.get(timeout=ANSWER_S)
                 if error is not None:
                     raise error
                 return None if self._stays(at, leaves) and self._undrained(handle) else report
@@ -230,7 +170,7 @@ class RayWorld:
             return
         with contextlib.suppress(HostError):
             store_handle.StoreHandle(name, actor).call("shutdown", True, timeout=store_handle.SHUTDOWN_S)
-        _kill(actor, f"store {name}", name, self._namespace)
+        kill(actor, f"store {name}", name, self._namespace)
 
     # -- remembering ----------------------------------------------------------------------------------------
 
@@ -249,14 +189,6 @@ class RayWorld:
     def _key(self) -> bytes:
         return f"{CONTROLLER}:{self._namespace}".encode()
 
-    def _actor(self, name: str) -> Any:
-        actor = self._actors.get(name)
-        if actor is None:
-            actor = named_actor.find(name, self._namespace)
-            if actor is not None:
-                self._actors[name] = actor
-        return actor
-
 
 def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] | None:
     """The tiers of a store of this node, as a TierConnector's config lists them; None if it does not run."""
@@ -264,51 +196,9 @@ def running_tiers(store: str, namespace: str = "raykv") -> list[dict[str, Any]] 
     actor = named_actor.find(name, namespace)
     if actor is None:
         return None
-    spec = store_handle.StoreHandle(name, actor).call("info", timeout=REPORT_S * 5)["spec"]
+    spec = store_handle.StoreHandle(name, actor).call("info", timeout=ANSWER_S * 5)["spec"]
     tiers = [{"medium": medium, "capacity": size, "path": path} for medium, size, path in spec["tiers"]]
     tiers = [{key: value for key, value in tier.items() if value is not None} for tier in tiers]
     if spec.get("peer"):
         tiers.insert(sum(tier["medium"] != "fs" for tier in tiers), {"medium": "peer"})
     return tiers
-
-
-class Engine(EngineServer):
-    """The class of the actor: it tells the Controller when its state changes, so that a death is seen at once."""
-
-    def __init__(self, order: EngineOrder, variables: Mapping[str, str], address: str, namespace: str) -> None:
-        self._namespace = namespace
-        super().__init__(order, variables, address, own_process=True, on_change=self._tell)
-
-    def _tell(self) -> None:
-        with contextlib.suppress(Exception):  # it looks by itself, too
-            ray.get_actor(CONTROLLER, self._namespace).wake.remote()
-
-
-def _kill(actor: Any, what: str, name: str, namespace: str) -> None:
-    """Kill it for good, and wait until its name is free. Raises WorldError if that is not so in GONE_S."""
-    if not named_actor.kill(actor, name, namespace, GONE_S):
-        raise WorldError(f"Ray does not say that the {what} is gone.")
-
-
-def _on(node: str) -> dict[str, Any]:
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-
-
-def _variables(node: str) -> dict[str, str]:
-    """What an engine needs to join the Ray of its actor."""
-    wait = settings.GCS_RECONNECT
-    return {
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        own_node.NODE_VARIABLE: node,
-        wait.name: os.environ.get(wait.name, wait.value),
-    }
-
-
-def _name(instance: Instance, digest: str) -> str:
-    return f"{PREFIX}{instance.replica}-{instance.node[:NODE_CHARS]}-{digest}"
-
-
-def _parse(name: str) -> tuple[str, str, str]:
-    """Replica, the first letters of its node's id, digest."""
-    replica, node, digest = name.removeprefix(PREFIX).rsplit("-", 2)
-    return replica, node, digest

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors import cluster, directory_handle, event_handle, named_actor, ray_calls
 from raykv.actors.named_actor import NamedActor
@@ -78,8 +77,7 @@ def open_store(
     name = store_name(spec.name, node)
     try:
         door, tag = _door(spec, node, name, namespace)
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
-        started = named_actor.start(NodeStore, name, namespace, GROUPS, scheduling_strategy=where)
+        started = named_actor.start(NodeStore, name, namespace, GROUPS, **named_actor.on_node(node))
         handle = StoreHandle(name, started.remote(spec, namespace, own_process=True, door=door, tag=tag))
         info = handle.checked(timeout)
     except RayKVError as error:

@@ -97,8 +97,8 @@ def _of_an_engine(row: HostRow) -> bool:
     """Not what the other tables show."""
     from raykv.actors.desk_handle import PREFIX as DESK
     from raykv.actors.directory_handle import NAME as DIRECTORY
+    from raykv.actors.engine_actors import PREFIX
     from raykv.actors.event_handle import NAME as EVENTS
-    from raykv.actors.nodes import PREFIX
     from raykv.cluster_messages import CONTROLLER
 
     return (
