@@ -20,6 +20,7 @@ import torch
 
 from raykv.actors.host_base import be_as_nice_as_others, own_info
 from raykv.actors.peer_finder import PeerDoor
+from raykv.actors.peer_tier import PeerTier
 from raykv.actors.processes import start_time
 from raykv.actors.store_admin import StoreAdmin
 from raykv.actors.store_files import SHM, host_path
@@ -163,6 +164,11 @@ class NodeStore:
         works = self._works
         return works.stock if works is not None else None
 
+    @property
+    def _peers(self) -> PeerTier | None:
+        works = self._works
+        return works.peers if works is not None else None
+
     def detach(self, engine: EngineId, rank: Rank) -> None:
         """A worker leaves: when this returns, nothing touches its KV cache any more."""
         ended = self._sessions.remove(engine, rank, DETACH_S)
@@ -184,10 +190,10 @@ class NodeStore:
 
     def status(self) -> StoreStatus:
         """Figures of this moment. A short hold of the lock."""
-        works, engines = self._works, self._sessions.engine_ids()
+        peers, engines = self._peers, self._sessions.engine_ids()
         drain = str(self.drain_report()) if self._draining else ""
-        peer = works.peers.status() if works is not None and works.peers is not None else None
-        figures = figures_of(works.stock if works is not None else None)
+        peer = peers.status() if peers is not None else None
+        figures = figures_of(self._stock)
         return StoreStatus(self.life, self.spec.name, self._pid, engines=engines, drain=drain, peer=peer, **figures)
 
     def metrics(self) -> dict[str, Any]:
@@ -280,25 +286,25 @@ class NodeStore:
 
         Blocks for `limit_s` seconds at most. The longer answer has the lease of `have`, if that has one.
         """
-        works = self._works
-        if works is None or works.peers is None:
+        stock, peers = self._stock, self._peers
+        if stock is None or peers is None:
             return have
         begun = time.monotonic()
         try:
-            return works.peers.reacher.reach(engine, look_up, have, limit_s)
+            return peers.reacher.reach(engine, look_up, have, limit_s)
         finally:
-            works.stock.meter.took(REACH, time.monotonic() - begun)
+            stock.meter.took(REACH, time.monotonic() - begun)
 
     def lend(self, lend: Lend) -> Lent:
         """Another node's store asks for blocks; it reads them where they are."""
-        works = self._works
-        return works.peers.lender.lend(lend) if works is not None and works.peers is not None else Lent(self.life)
+        peers = self._peers
+        return peers.lender.lend(lend) if peers is not None else Lent(self.life)
 
     def give_back(self, leases: Sequence[LeaseId]) -> None:
         """Another node's store needs these leases no more."""
-        works = self._works
-        if works is not None and works.peers is not None:
-            works.peers.lender.give_back(leases)
+        peers = self._peers
+        if peers is not None:
+            peers.lender.give_back(leases)
 
     # -- a node that is to go, in threads of their own ---------------------------------------------------------
 

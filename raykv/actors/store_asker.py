@@ -12,6 +12,7 @@ What is settled is sent until the store has confirmed it (`core.unsettled`).
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 
 from raykv.actors.store_call import OpenStore, StoreCaller, reason
 from raykv.core.hand_overs import HandOvers
+from raykv.core.reaches import Reaches
 from raykv.core.unsettled import Unsettled
 from raykv.core.vain_hints import MOST_IN_VAIN, PAUSE_S
 from raykv.errors import HostError, RayKVError
@@ -42,8 +44,6 @@ VAIN = (
     "nothing came of what engines at %s announced, %d times in a row: it is not waited for during %g s. Do the engines "
     "have the same model, dtype, block size, parallel sizes and hashes (PYTHONHASHSEED)?"
 )
-MAX_LATE = 1000
-"""Answers from other nodes that are waited for though nobody needs them: only to give back what they have leased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,6 @@ class _Forget:
     """Nobody waits for this question any more."""
 
     request: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class _Reaching:
-    """The store looks at other nodes for more than `have`, which is the answer at `limit`."""
-
-    look_up: LookUp
-    have: LookedUp
-    limit: float
 
 
 _Item: TypeAlias = LookUp | Settle | _Answer | _Forget | None
@@ -95,8 +86,7 @@ class StoreAsker:
         # The thread's own from here on.
         self._handle: StoreCaller | None = None
         self._asked: dict[int, tuple[list[LookUp], float]] = {}
-        self._reaching: dict[int, _Reaching] = {}
-        self._late: dict[int, LookedUp] = {}  # what was answered instead
+        self._reaches = Reaches()
         self._hand_overs = HandOvers(wait_s)
         self._token = 0
         self._unsettled = Unsettled()
@@ -173,9 +163,9 @@ class StoreAsker:
                 logger.exception("asking the store of engine %s", self._engine)
                 self._lost()
         self._miss([look_up for asked, _ in self._asked.values() for look_up in asked])
-        for reaching in self._reaching.values():
-            self._answer(reaching.look_up, reaching.have, final=True)
-        self._answers.extend(self._hand_overs.over(float("inf")))
+        for look_up, have in self._reaches.overdue(math.inf):
+            self._answer(look_up, have, final=True)
+        self._answers.extend(self._hand_overs.over(math.inf))
 
     def _turn(self) -> None:
         if not self._up and not self._settle_token and time.monotonic() >= self._try_at:
@@ -203,9 +193,8 @@ class StoreAsker:
 
     def _gather(self) -> list[_Item]:
         """Blocks for the first item, or until something is due."""
-        limits = [limit for _, limit in self._asked.values()] + [one.limit for one in self._reaching.values()]
-        if self._hand_overs.next_at is not None:
-            limits.append(self._hand_overs.next_at)
+        limits = [limit for _, limit in self._asked.values()]
+        limits += [at for at in (self._reaches.next_at, self._hand_overs.next_at) if at is not None]
         if self._settle_token:
             limits.append(self._settle_limit)
         elif not self._up:
@@ -270,7 +259,7 @@ class StoreAsker:
         if answer.token == self._settle_token:
             self._take_settled(answer)
             return
-        if answer.token in self._reaching or answer.token in self._late:
+        if answer.token in self._reaches:
             self._take_reached(answer)
             return
         asked, limit = self._asked.pop(answer.token, ([], 0.0))
@@ -306,7 +295,7 @@ class StoreAsker:
             self._answer(look_up, have)
             return
         self._token += 1
-        self._reaching[self._token] = _Reaching(look_up, have, now + left)
+        self._reaches.begin(self._token, look_up, have, now + left)
         self._submit(self._token, "reach", self._engine, look_up, have, left)
 
     def _answer(self, look_up: LookUp, found: LookedUp, final: bool = False) -> None:
@@ -316,8 +305,8 @@ class StoreAsker:
             self._answers.append(answer)
 
     def _tidy(self) -> None:
-        """What the hand-overs leave behind."""
-        spare = self._hand_overs.take_spare()
+        """What hand-overs and reaches leave behind."""
+        spare = self._hand_overs.take_spare() + self._reaches.take_spare()
         if spare:
             self._unsettled.add(Settle(releases=tuple(spare)))
         for store in self._hand_overs.given_up:
@@ -326,13 +315,9 @@ class StoreAsker:
 
     def _take_reached(self, answer: _Answer) -> None:
         """A store that is lost shows by its other calls: here the answer that there was is as good as any."""
-        reaching = self._reaching.pop(answer.token, None)
-        if reaching is not None:
-            self._answer(reaching.look_up, answer.result if answer.error is None else reaching.have)
-            return
-        have = self._late.pop(answer.token)
-        if answer.error is None and have.lease is None and answer.result.lease is not None:
-            self._unsettled.add(Settle(releases=(answer.result.lease,)))
+        answered = self._reaches.end(answer.token, answer.result if answer.error is None else None)
+        if answered is not None:
+            self._answer(*answered)
 
     def _too_late(self, result: Any) -> None:
         """Somebody was told that it is a miss. (A late settlement was sent again meanwhile.)"""
@@ -356,12 +341,8 @@ class StoreAsker:
             asked, _ = self._asked.pop(token)
             self._miss(asked)
             self._timeouts += 1
-        for token in [token for token, one in self._reaching.items() if one.limit <= now]:
-            reaching = self._reaching.pop(token)
-            self._late[token] = reaching.have
-            self._answer(reaching.look_up, reaching.have)
-            if len(self._late) > MAX_LATE:
-                del self._late[next(iter(self._late))]
+        for look_up, have in self._reaches.overdue(now):
+            self._answer(look_up, have)
         self._answers.extend(self._hand_overs.over(now))
         if self._settle_token and self._settle_limit <= now:
             late = HostError(f"it settled nothing within {self._timeout_s:g} s")

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
+from raykv.actors.store_pools import Pool, open_pool, remove_host_pool
 from raykv.actors.tier_state import TierState, TierStateFile
 from raykv.admin_messages import NO_TENANT
 from raykv.core.store_plans import Place, Published
-from raykv.errors import DiskError, StorageError
+from raykv.errors import DiskError
 from raykv.storage.checksum import matches
-from raykv.storage.disk_pool import DiskPool, remove_pool
-from raykv.storage.files import open_locked
+from raykv.storage.disk_files import remove_pool
+from raykv.storage.disk_pool import DiskPool
 from raykv.storage.fs_pool import FsPool
 from raykv.storage.headers import PAGE, Header, SlotState, read_geometry
 from raykv.storage.host_pool import HostPool
 from raykv.store_messages import Medium, StoreSpec, TierSpec
 
 logger = logging.getLogger("raykv")
-
-Pool: TypeAlias = HostPool | DiskPool | FsPool
-
-LOCK_WAIT_S = 10.0
-"""How long a predecessor may take to die: its lock goes with its process."""
 
 
 def round_up(nbytes: int) -> int:
@@ -268,34 +261,3 @@ def _say(spec: StoreSpec, state: TierState) -> None:
     tiers = ", ".join(f"{tier.medium} {tier.capacity:,} bytes" for tier in state.tiers)
     drained = f" (drained: {', '.join(state.drained)})" if state.drained else ""
     logger.info("store %s has its tiers as an operator left them: %s%s", spec.name, tiers, drained)
-
-
-def remove_host_pool(host: Path) -> None:
-    """Give the memory of a host tier back that was removed, if a kill came in between."""
-    if host.exists():
-        with contextlib.suppress(StorageError):
-            fd = open_locked(str(host))
-            os.unlink(host)
-            os.close(fd)
-
-
-def open_pool(tier: TierSpec, slot_nbytes: int, host: Path) -> Pool:
-    """Find or make the pool of a tier. Raises StorageError."""
-    num_slots = tier.capacity // slot_nbytes
-    if num_slots < 1:
-        raise StorageError(
-            f"The {tier.medium} tier has room for {tier.capacity} bytes, less than one block of {slot_nbytes}: give "
-            "it a larger `capacity`."
-        )
-    if tier.medium is Medium.FS:
-        return FsPool.open(tier.path or "", tier.capacity, slot_nbytes)
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            if tier.medium is Medium.HOST:
-                return HostPool.open(str(host), num_slots, slot_nbytes, pin=torch.cuda.is_available())
-            return DiskPool.open(tier.path or "", num_slots, slot_nbytes)
-        except StorageError as error:
-            if not isinstance(error.__cause__, BlockingIOError) or time.monotonic() >= deadline:
-                raise
-            time.sleep(0.1)

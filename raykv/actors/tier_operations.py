@@ -20,8 +20,8 @@ from pathlib import Path
 from raykv.actors.peer_tier import PeerTier
 from raykv.actors.store_mover import MOVES_AT_ONCE, Mover
 from raykv.actors.store_operations import Progress
+from raykv.actors.store_pools import open_pool
 from raykv.actors.store_stock import Stock
-from raykv.actors.store_tiers import open_pool
 from raykv.actors.tier_requests import check, slots_for
 from raykv.actors.tier_state import TierState
 from raykv.admin_messages import Operation, OperationKind

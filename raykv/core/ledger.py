@@ -20,83 +20,19 @@ What matches no open entry is counted by reason and dropped.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
 
+from raykv.core.ledger_entries import Drop, Load, LoadState, Send, Settled, Share
 from raykv.errors import IntegrityError
 from raykv.messages import NO_ATTEMPT, ChildEvent, ChildIndex, EventKind
 from raykv.types import Attempt, Incarnation, Rank, RequestId
 
+__all__ = ["Drop", "Ledger", "LoadState", "Settled"]
+
 
 def _never(request: RequestId, failed: Set[ChildIndex]) -> bool:
     return False
-
-
-class LoadState(enum.Enum):
-    """Of a load that vLLM waits for: some rank is still to report; or it failed, and the caller looks for somebody
-    else who has what is missing; or it failed and waits for its echo."""
-
-    OPEN = "open"
-    RETRY = "retry"
-    ECHO = "echo"
-
-
-class Drop(enum.Enum):
-    """Why a report was dropped."""
-
-    UNKNOWN = "unknown"  # nothing of the kind is owed: a duplicate, a phantom, or the loser of a load
-    LATE = "late"  # of an older attempt or incarnation
-
-
-@dataclass(slots=True)
-class Share:
-    """What one child loads of a load. `waiting`: the ranks that have not settled it."""
-
-    waiting: set[Rank]
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class Load:
-    """An asynchronous load that vLLM holds its request for. `well`: whose shares of earlier attempts ended so."""
-
-    attempt: Attempt
-    shares: dict[ChildIndex, Share]
-    state: LoadState = LoadState.OPEN
-    aborted: bool = False
-    well: set[ChildIndex] = field(default_factory=set)
-
-    @property
-    def failed(self) -> bool:
-        return any(share.failed for share in self.shares.values())
-
-    @property
-    def is_settled(self) -> bool:
-        return not any(share.waiting for share in self.shares.values())
-
-
-@dataclass(slots=True)
-class Send:
-    """What a child still reads for an ended request. `incarnations`, by rank: the hosts that read."""
-
-    incarnations: tuple[Incarnation, ...]
-    waiting: set[Rank]
-    opened_at: float
-
-
-@dataclass(slots=True)
-class Settled:
-    """What the caller must do after an event."""
-
-    tell: set[RequestId] = field(default_factory=set)  # give vLLM finished_recving for these, now
-    echo: set[RequestId] = field(default_factory=set)  # ask the ranks to report these as failed
-    retry: dict[RequestId, set[ChildIndex]] = field(default_factory=dict)  # call `retry` or `give_up`: who failed
-    sends: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # give back the pins of these
-    loaded: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares of loads that ended well
-    ended: list[tuple[RequestId, ChildIndex]] = field(default_factory=list)  # shares that ended, well or not
-    well: set[tuple[RequestId, ChildIndex]] = field(default_factory=set)  # those of them that did not fail
 
 
 class Ledger:

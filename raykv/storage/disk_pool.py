@@ -23,7 +23,8 @@ import torch
 
 from raykv.errors import DiskError, StorageError
 from raykv.storage.checksum import as_bytes
-from raykv.storage.files import PAGE, extend, open_locked, open_private, reserve, write_owner
+from raykv.storage.disk_files import FIX, HEADERS, SLOTS, map_table, open_slots, prepare
+from raykv.storage.files import PAGE, extend, open_locked, write_owner
 from raykv.storage.headers import Recovered, SlotHeaders, geometry, read_geometry, table_nbytes
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ FATAL = frozenset(
         errno.EBADF,
     }
 )
-_FIX = "Give the disk tier a smaller capacity, or free space there."
 
 
 class DiskPool:
@@ -72,16 +72,16 @@ class DiskPool:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:
             raise StorageError(f"Can't make the folder {folder} of a disk tier: {error.strerror}.") from error
-        headers_path, slots_path = os.path.join(folder, "raykv.headers"), os.path.join(folder, "raykv.slots")
+        headers_path, slots_path = os.path.join(folder, HEADERS), os.path.join(folder, SLOTS)
         with contextlib.ExitStack() as undo:
             headers_fd = open_locked(headers_path)
             undo.callback(os.close, headers_fd)
             left = read_geometry(os.pread(headers_fd, PAGE, 0))
             known = left[0] if left is not None and left[1] == slot_nbytes else 0
-            found = _prepare(headers_path, headers_fd, slots_path, slots, slot_nbytes, known)
-            fd, direct = _open_slots(slots_path)
+            found = prepare(headers_path, headers_fd, slots_path, slots, slot_nbytes, known)
+            fd, direct = open_slots(slots_path)
             undo.callback(os.close, fd)
-            headers = SlotHeaders(_table(headers_fd, found), found, slot_nbytes)
+            headers = SlotHeaders(map_table(headers_fd, found), found, slot_nbytes)
             pool = cls(folder, (fd, headers_fd), direct, headers, queue_depth)
             if found != slots:
                 pool.resize(slots)
@@ -137,20 +137,20 @@ class DiskPool:
             raise StorageError(f"A disk tier needs at least one slot of {self.slot_nbytes} bytes.")
         n, old = self.slot_nbytes, self.slots
         if slots > old:
-            extend(self._fd, old * n, slots * n, os.path.join(self.folder, "raykv.slots"), _FIX)
+            extend(self._fd, old * n, slots * n, os.path.join(self.folder, "raykv.slots"), FIX)
             if table_nbytes(slots) > table_nbytes(old):
                 try:
                     path = os.path.join(self.folder, "raykv.headers")
-                    extend(self._headers_fd, table_nbytes(old), table_nbytes(slots), path, _FIX)
+                    extend(self._headers_fd, table_nbytes(old), table_nbytes(slots), path, FIX)
                 except StorageError:
                     os.ftruncate(self._fd, old * n)
                     raise
-            table = _table(self._headers_fd, slots)
+            table = map_table(self._headers_fd, slots)
             table[table_nbytes(old) :] = bytes(table_nbytes(slots) - table_nbytes(old))  # what is behind is no header
         else:
             for slot in range(slots, old):
                 self.headers.clear(slot)
-            table = _table(self._headers_fd, slots)
+            table = map_table(self._headers_fd, slots)
         os.pwrite(self._headers_fd, geometry(slots, n), 0)
         self.headers, self.slots = self.headers.resized(table, slots), slots
         if slots < old:  # the table stays as long as it was: somebody may just look into it
@@ -236,68 +236,3 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
     """A page-aligned uint8 vector of `nbytes`, in whole pages of its own, zeros."""
     memory = mmap.mmap(-1, max(1, -(-nbytes // PAGE)) * PAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-
-
-def remove_pool(folder: str) -> bool:
-    """Delete the files of a pool that nobody has open; False: somebody has, or it can't be done."""
-    path = os.path.join(folder, "raykv.headers")
-    if not os.path.exists(path):
-        return True
-    try:
-        fd = open_locked(path)
-    except StorageError:
-        return False
-    try:
-        for name in ("raykv.slots", "raykv.headers"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _table(fd: int, slots: int) -> memoryview:
-    """The view keeps the mapping, and the mapping a descriptor of its own, which shares the lock."""
-    return memoryview(mmap.mmap(fd, table_nbytes(slots)))
-
-
-def _prepare(headers_path: str, headers_fd: int, slots_path: str, slots: int, slot_nbytes: int, known: int) -> int:
-    """Replace both files unless they hold so many `known` slots; how many there are then. On an error nothing is left
-    of them."""
-    fd = open_private(slots_path)
-    try:
-        sizes = (os.fstat(headers_fd).st_size, os.fstat(fd).st_size)
-        if known and sizes[0] >= table_nbytes(known) and sizes[1] >= known * slot_nbytes:
-            return known
-        if any(sizes):
-            logger.warning("%s holds a pool of another size or version: it is replaced.", os.path.dirname(slots_path))
-        reserve(headers_fd, table_nbytes(slots), headers_path, _FIX)  # first: no old header over new slots
-        reserve(fd, slots * slot_nbytes, slots_path, _FIX)
-        return slots
-    except StorageError:
-        os.unlink(slots_path)  # ours, under the lock
-        os.unlink(headers_path)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _open_slots(path: str) -> tuple[int, bool]:
-    """A descriptor of the slots, and whether it is past the page cache."""
-    try:
-        fd = open_private(path, os.O_DIRECT)
-    except OSError:
-        fd = -1
-    if fd >= 0:
-        try:
-            with mmap.mmap(-1, PAGE) as page:
-                os.preadv(fd, [page], 0)  # some file systems take the flag and refuse the read
-            return fd, True
-        except OSError as error:
-            os.close(fd)
-            if error.errno != errno.EINVAL:
-                raise StorageError(f"Can't read {path}: {error.strerror}.") from error
-    logger.warning("%s is on a file system that refuses O_DIRECT: its I/O goes through the page cache.", path)
-    return open_private(path), False

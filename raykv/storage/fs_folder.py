@@ -20,9 +20,9 @@ import secrets
 import stat
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from raykv.core.fs_limit import Listed, folder_limit, is_leftover, least_capacity, num_folders, to_evict
+from raykv.core.fs_limit import folder_limit, least_capacity, num_folders
 from raykv.errors import StorageError
 from raykv.storage.fs_header import (
     HEADER_NBYTES,
@@ -30,15 +30,13 @@ from raykv.storage.fs_header import (
     file_name,
     folder_index,
     folder_names,
-    is_block,
-    is_temp,
     pack_header,
     read_header,
     temp_name,
 )
 from raykv.storage.fs_open import FOLDER, make_folder, open_base, settle_layout, write_all
+from raykv.storage.fs_trim import Trimmed, list_files, trim, unlink
 
-LEFTOVER_S = 15 * 60.0
 TOUCH_S = 10 * 60.0
 """A file that is used gets a new time at most so often: that is a write to the server."""
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -49,15 +47,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 class BadFileError(Exception):
     """A file is there and is not what its name promises. It has been removed."""
-
-
-class Trimmed(NamedTuple):
-    """What was removed from a folder, and what it holds now, in files and bytes."""
-
-    evicted: int
-    leftovers: int
-    files: int
-    nbytes: int
 
 
 class SharedFolder:
@@ -164,7 +153,7 @@ class SharedFolder:
         try:
             folder = self._folder(key)
             try:
-                return _unlink(folder, file_name(key))
+                return unlink(folder, file_name(key))
             finally:
                 os.close(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -178,8 +167,8 @@ class SharedFolder:
             return 0
         begin = tuple(one.hex() for one in fingerprints) or ("",)
         try:
-            blocks, _ = self._list(folder)
-            return sum(_unlink(folder, file.name) for file in blocks if file.name.startswith(begin))
+            blocks, _ = list_files(folder)
+            return sum(unlink(folder, file.name) for file in blocks if file.name.startswith(begin))
         finally:
             os.close(folder)
 
@@ -197,33 +186,7 @@ class SharedFolder:
             os.close(folder)
 
     def _trim(self, folder: int, newest: str = "") -> Trimmed:
-        blocks, temps = self._list(folder)
-        own = next((file.mtime_ns for file in blocks if file.name == newest), None)
-        now = time.time_ns() + int(self._ahead_s * 1e9) if own is None else own
-        gone = to_evict(blocks, self.limit, newest)
-        left = [file for file in temps if is_leftover(file.mtime_ns, now, LEFTOVER_S)]
-        evicted = sum(_unlink(folder, file.name) for file in gone)
-        leftovers = sum(_unlink(folder, file.name) for file in left)
-        nbytes = sum(file.nbytes for file in blocks) - sum(file.nbytes for file in gone)
-        return Trimmed(evicted, leftovers, len(blocks) - len(gone), nbytes)
-
-    def _list(self, folder: int) -> tuple[list[Listed], list[Listed]]:
-        """The block files, and those that are being written."""
-        blocks: list[Listed] = []
-        temps: list[Listed] = []
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    into = blocks if is_block(entry.name) else temps if is_temp(entry.name) else None
-                    if into is None:
-                        continue
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        into.append(Listed(entry.name, status.st_size, status.st_mtime_ns))
-        finally:
-            os.close(fd)
-        return blocks, temps
+        return trim(folder, self.limit, self._ahead_s, newest)
 
     # -- parts ----------------------------------------------------------------------------------------------
 
@@ -297,15 +260,6 @@ class SharedFolder:
             if abs(time.time() + self._ahead_s - os.fstat(fd).st_mtime) > TOUCH_S:
                 os.utime(fd)
                 self._ahead_s = os.fstat(fd).st_mtime - time.time()
-
-
-def _unlink(folder: int, name: str) -> bool:
-    """False: somebody else has."""
-    try:
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _limit(path: str, capacity: int, folders: int, block_nbytes: int) -> int:

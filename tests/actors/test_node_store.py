@@ -524,7 +524,7 @@ def test_a_full_disk_is_said_to_the_engine_and_no_tier_is_left_open(
 
 
 def test_a_pool_in_use_is_refused(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raykv.actors.store_tiers.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("raykv.actors.store_pools.LOCK_WAIT_S", 0.1)
     h.rank(h.store())
     second = h.store()
     with pytest.raises(StoreError, match="in use"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from raykv.errors import DiskError, StorageError
-from raykv.storage import fs_folder, fs_open
+from raykv.storage import fs_open, fs_trim
 from raykv.storage.checksum import checksum
 from raykv.storage.fs_header import HEADER_NBYTES, BlockFile, is_block, is_temp, pack_header, read_header, temp_name
 from raykv.storage.fs_pool import FsPool
@@ -253,7 +253,7 @@ def test_a_leftover_is_removed_and_what_is_being_written_is_not(shared: Pools) -
     old, young, strange = folder / temp_name(key(7), "a"), folder / temp_name(key(8), "b"), folder / "README"
     for path in (old, young, strange):
         path.write_bytes(bytes(SLOT))
-    os.utime(old, (0, old.stat().st_mtime - fs_folder.LEFTOVER_S - 1))
+    os.utime(old, (0, old.stat().st_mtime - fs_trim.LEFTOVER_S - 1))
     shared.put(pool, 2)
     assert not old.exists() and young.exists() and strange.exists()
     assert pool.counts["leftovers"] == 1
