@@ -7,6 +7,8 @@ by pidfd, turns death into settled work, and starts the next incarnation.
     STARTING --host registered--> UP --died, hung or faulty--> DOWN --pause over--> STARTING
         \\--start failed--> DOWN                                \\--close--> CLOSED
 
+One state machine of one thread, so one file, longer than others. What it is made of is in `link_parts`.
+
 A record is run only by the incarnation it was planned for, and only while the link is UP; every other record
 is *refused*: its loads have failed, its step is completed, since nothing will ever touch its blocks.
 """
@@ -93,6 +95,7 @@ class ChildLink:
 
     @property
     def pid(self) -> int | None:
+        """The host's process; None while there is none that works."""
         host = self._host
         return host.pid if host is not None and self.state is LinkState.UP else None
 

@@ -1,8 +1,11 @@
 """The store of one node: tiers of blocks that all its engines share, and that outlive them.
 
-A plain class; `store_handle` makes it a named Ray actor. Its methods run in several threads at once: look-ups in one
-of their own, so that they stay fast while copies run. What a store holds is decided by the book (`core.store_book`)
-under one lock; copies run outside of it. A kill at any instruction loses no more than what was not committed.
+A plain class, and a front: its parts are in `store_machinery` once its pools are open, and in `store_admin`,
+`store_look_ups` and `store_jobs` before that too. `store_handle` makes it a named Ray actor.
+
+Its methods run in several threads at once: look-ups in one of their own, so that they stay fast while copies run. What
+a store holds is decided by the book (`core.store_book`) under one lock; copies run outside of it. A kill at any
+instruction loses no more than what was not committed.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ logger = logging.getLogger("raykv")
 BACKLOG_NBYTES = 1 << 30
 """What saves may have under way; an engine that saves faster than memory is copied skips blocks."""
 DETACH_S = 30.0
+"""Seconds that copies have to end when a worker leaves, or the store ends."""
 
 
 class NodeStore:

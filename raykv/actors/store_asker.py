@@ -6,6 +6,9 @@ store, or by a miss when the store can't be reached or is late. A lease that com
 An answer that other nodes may add to is held back while the store looks there, for a limit of its own: what takes
 longer adds nothing, and the answer that there was stands.
 
+What waits, and for how long, is decided in `core.hand_overs`, `core.reaches` and `core.unsettled`; this file is the one
+thread that asks them, and longer than others for that.
+
 What is settled is sent until the store has confirmed it (`core.unsettled`).
 """
 

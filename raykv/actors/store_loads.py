@@ -51,6 +51,7 @@ class _Loaded:
     error: str = ""
 
     def is_bad(self, wanted: _Wanted, why: str, quarantine: bool) -> None:
+        """This block is not loaded. `quarantine`: its bytes are wrong, not just out of reach."""
         self.bad.append(wanted)
         self.error = self.error or why
         if quarantine:

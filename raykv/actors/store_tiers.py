@@ -103,6 +103,7 @@ class Tiers:
         return tuple(sorted(there, key=lambda spec: list(Medium).index(spec.medium)))
 
     def spec_of(self, tier: int) -> TierSpec:
+        """What the tier of that number is now; of one that was removed, what it was."""
         return self._specs[tier]
 
     def pool(self, tier: int) -> Pool:
@@ -193,10 +194,12 @@ class Tiers:
             self.pool(place.tier).headers.publish(place.slot, key, written.nbytes, written.checksum, tenant)
 
     def clear(self, places: Sequence[Place]) -> None:
+        """The headers of these slots name no block any more. Under the book's lock."""
         for place in places:
             self.pool(place.tier).headers.clear(place.slot)
 
     def quarantine(self, places: Sequence[Place]) -> None:
+        """The headers of these slots say that they are out of use. Under the book's lock."""
         for place in places:
             self.pool(place.tier).headers.quarantine(place.slot)
 

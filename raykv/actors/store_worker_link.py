@@ -89,6 +89,7 @@ class StoreWorkerLink:
 
     @property
     def slot_nbytes(self) -> int:
+        """Of the store's slots; 0 before `start`."""
         return self._attached.slot_nbytes if self._attached is not None else 0
 
     @property

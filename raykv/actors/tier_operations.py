@@ -4,8 +4,8 @@ The book decides (`core.tier_changes`), the store's mover copies, engines save, 
 take turns. What is wrong with one is said before anything is changed; where a medium fails half-way, the error says so
 and the store serves on.
 
-How it is wired: `NodeStore` makes one `TierOperations` when its tiers are open and adds it to its `Operations` for
-each kind in `KINDS`; those have ended before the mover and the peer tier are closed. `changed` is called when a tier
+How it is wired: `store_machinery` makes one `TierOperations` and adds it to the store's `Operations` for each kind in
+`KINDS`; those have ended before the mover and the peer tier are closed. `changed` is called when a tier
 has come or gone.
 """
 

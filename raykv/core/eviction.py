@@ -75,6 +75,7 @@ class Ghosts:
         self._clock = 0
 
     def add(self, mark: int) -> None:
+        """Remember the key with this mark (its 32 bits)."""
         self._clock += 1
         self._table[mark % len(self._table)] = self._clock << 32 | mark
 
@@ -106,6 +107,7 @@ class _Rings:
         self.sizes[queue] += 1
 
     def pull(self, queue: int, slot: int) -> None:
+        """Out of its queue."""
         colder, hotter = self.colder[slot], self.hotter[slot]
         self.hotter[colder], self.colder[hotter] = hotter, colder
         self.colder[slot] = self.hotter[slot] = slot

@@ -52,6 +52,7 @@ class Ledger:
     # -- a request's life -----------------------------------------------------------------------------------
 
     def request_arrived(self, request: RequestId) -> None:
+        """vLLM has the request from now on."""
         self._alive.add(request)
 
     def request_ended(self, request: RequestId) -> None:
@@ -254,6 +255,7 @@ class Ledger:
         return {child for child, share in load.shares.items() if share.failed} if load is not None else set()
 
     def load_of(self, request: RequestId) -> Load | None:
+        """The open load of a request, for tests and checks."""
         return self._loads.get(request)
 
     @property

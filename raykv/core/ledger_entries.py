@@ -45,10 +45,12 @@ class Load:
 
     @property
     def failed(self) -> bool:
+        """Whether a share has failed, so that the load as a whole does."""
         return any(share.failed for share in self.shares.values())
 
     @property
     def is_settled(self) -> bool:
+        """Whether no rank owes a share any more."""
         return not any(share.waiting for share in self.shares.values())
 
 

@@ -13,9 +13,11 @@ class OneTable:
         self._tier, self._table = tier, table
 
     def find(self, key: bytes) -> Place | None:
+        """As `Tiers.find`."""
         slot = self._table.find(key)
         return Place(self._tier, slot) if slot is not None else None
 
     def run(self, head: bytes, hashes: bytes, first: int) -> Run | None:
+        """As `Tiers.run`."""
         found = self._table.run(head, hashes, first)
         return Run(self._tier, *found) if found is not None else None

@@ -1,5 +1,7 @@
 """One tier: which block lies in which slot, and what may be done with the slot now.
 
+One state machine, so one file, longer than others: every step is checked against the same few arrays.
+
 The theory. A slot is in one of five states; `pins` counts who reads it:
 
     FREE ──reserve──▶ WRITING ──publish──▶ READY ──evict (no pin)──▶ FREE
@@ -97,10 +99,12 @@ class SlotTable:
 
     @property
     def retired(self) -> int:
+        """Slots that are RETIRED."""
         return self._counts[RETIRED]
 
     @property
     def writing(self) -> int:
+        """Slots that are WRITING."""
         return self._counts[WRITING]
 
     @property
@@ -110,6 +114,7 @@ class SlotTable:
 
     @property
     def quarantined(self) -> int:
+        """Slots that are QUARANTINED."""
         return self._counts[QUARANTINED]
 
     @property
@@ -143,6 +148,7 @@ class SlotTable:
         return key in self._index
 
     def holds_any(self, keys: Iterable[bytes]) -> bool:
+        """Whether one of these blocks is READY or being written."""
         return any(map(self._index.__contains__, keys))
 
     def key(self, slot: int) -> bytes:
@@ -155,6 +161,7 @@ class SlotTable:
         return SlotState(self._state[slot])
 
     def pins(self, slot: int) -> int:
+        """How many read the slot."""
         return self._pins.count(slot)
 
     def is_ready(self, slot: int) -> bool:

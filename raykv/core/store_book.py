@@ -151,6 +151,7 @@ class StoreBook:
 
     @property
     def fastest_slots(self) -> int:
+        """How many the tier has that saves go to; 0: there is none."""
         tier = self._tiers.fastest
         return self._tiers.tables[tier].slots if tier is not None else 0
 

@@ -37,6 +37,7 @@ class StreamLog(Generic[Then]):
 
     @property
     def waiting(self) -> int:
+        """Blocks that were touched and not taken."""
         return len(self._then)
 
     @property

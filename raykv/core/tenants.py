@@ -222,12 +222,6 @@ class Tenants:
             self._all[number] = None
             self._unused.append(number)
 
-    def drop_unused(self, numbers: Iterable[int]) -> None:
-        """Those that were given a number and no slot after all."""
-        for number in set(numbers):
-            if self._all[number] is not None:
-                self._drop_unused(number)
-
     def check_integrity(self, held: Sequence[Collection[int]]) -> None:
         """Raise IntegrityError unless all counts are right, and only held slots (by tier) are a tenant's."""
         slots: Counter[int] = Counter()

@@ -127,6 +127,7 @@ class Tiers:
         )
 
     def key(self, place: Place) -> bytes:
+        """The block in a place that is WRITING or READY."""
         return self.tables[place.tier].key(place.slot)
 
     def is_ready(self, place: Place) -> bool:
@@ -179,6 +180,7 @@ class Tiers:
     # -- changes --------------------------------------------------------------------------------------------
 
     def off(self, tier: int, why: str) -> None:
+        """The tier is asked nothing any more. `why`: for people."""
         if tier in self.serving:
             self.serving.remove(tier)
             self._off[tier] = why or "switched off"
@@ -190,10 +192,12 @@ class Tiers:
         self.unpin_runs(runs_of(places))
 
     def pin_runs(self, runs: Iterable[Run]) -> None:
+        """One more reads these READY slots."""
         for tier, slot, count in runs:
             self.tables[tier].pin(slot, count)
 
     def unpin_runs(self, runs: Iterable[Run]) -> None:
+        """That one no longer reads them."""
         for tier, slot, count in runs:
             self.tables[tier].unpin(slot, count)
 
@@ -215,6 +219,7 @@ class Tiers:
         return [(self.key(place), place) for place in places]
 
     def discard(self, places: Iterable[Place]) -> None:
+        """What was written there is not to be seen: WRITING → FREE."""
         for place in places:
             self.tables[place.tier].discard(place.slot)
 
@@ -266,6 +271,7 @@ class Tiers:
     # -- figures --------------------------------------------------------------------------------------------
 
     def figures(self) -> tuple[TierFigures, ...]:
+        """Counts of this moment, fastest tier first."""
         return tuple(
             TierFigures(
                 medium=self.media[tier],

@@ -84,6 +84,7 @@ class SharedFolder:
             raise FileNotFoundError(errno.ENOENT, "it was removed", self.path)
 
     def close(self) -> None:
+        """Let go of the base. No other call runs."""
         os.close(self._base)
 
     # -- one block ------------------------------------------------------------------------------------------
