@@ -20,7 +20,7 @@ from typing import Any
 from raykv.actors.controller_reports import Reports, failures
 from raykv.actors.controller_targets import Targets
 from raykv.actors.controller_view import View, rows_of
-from raykv.actors.controller_world import Record, StoreBusy, World
+from raykv.actors.controller_world import Record, StoreBusy, World, node_named
 from raykv.actors.host_base import own_info
 from raykv.actors.node_facts import NodeFacts
 from raykv.cluster_messages import ClusterStatus, EngineInfo
@@ -278,13 +278,7 @@ class Controller:
     # -- parts ------------------------------------------------------------------------------------------------
 
     def _mark(self, node: str, drained: bool) -> str:
-        nodes = self._world.nodes()
-        matching = [one for one in nodes if one.id.startswith(node) or node in (one.host, one.address)]
-        if len(matching) != 1:
-            known = ", ".join(f"{one.id[:8]} ({one.host})" for one in nodes)
-            problem = "means several nodes" if matching else "is not a node of this cluster"
-            raise ClusterError(f"{node!r} {problem}. Name one by the first letters of its id: {known}.")
-        found = matching[0].id
+        found = node_named(self._world.nodes(), node).id
         with self._lock:
             record = self._loaded()
             self._save(replace(record, draining=record.draining | {found} if drained else record.draining - {found}))

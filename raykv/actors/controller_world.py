@@ -10,7 +10,7 @@ from typing import Protocol
 from raykv.actors.node_facts import NodeFacts
 from raykv.cluster_messages import EngineOrder, EngineReport
 from raykv.core.reconcile import Instance, StoreAt
-from raykv.errors import RayKVError
+from raykv.errors import ClusterError, RayKVError
 from raykv.store_messages import StoreSpec
 
 VERSION = 1
@@ -34,6 +34,16 @@ class NodeRecord:
     labels: Mapping[str, str]
     total: Mapping[str, float]
     free: Mapping[str, float]
+
+
+def node_named(nodes: Sequence[NodeRecord], name: str) -> NodeRecord:
+    """The node that a person means: by the first letters of its id, its host or its address. Raises ClusterError."""
+    matching = [one for one in nodes if one.id.startswith(name) or name in (one.host, one.address)]
+    if len(matching) != 1:
+        known = ", ".join(f"{one.id[:8]} ({one.host})" for one in nodes)
+        problem = "means several nodes" if matching else "is not a node of this cluster"
+        raise ClusterError(f"{name!r} {problem}. Name one by the first letters of its id: {known}.")
+    return matching[0]
 
 
 @dataclass(frozen=True)

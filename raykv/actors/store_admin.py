@@ -12,16 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from raykv.actors.peer_order import FromPeers
-from raykv.actors.peer_tier import PeerTier
 from raykv.actors.store_forget import clear, forget
 from raykv.actors.store_models import Models
 from raykv.actors.store_notes import KeptPin, Notes, NotesFile
 from raykv.actors.store_operations import Operations
 from raykv.actors.store_quotas import apply_quota, checked_quota
-from raykv.actors.store_reads import Prefetch, Verify
 from raykv.actors.store_sessions import Sessions
-from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_view import view_of
 from raykv.actors.store_why import Places, known_heads
@@ -30,7 +26,6 @@ from raykv.admin_messages import (
     BlockPlace,
     Done,
     Operation,
-    OperationKind,
     OperationState,
     Selection,
     StoreView,
@@ -288,14 +283,6 @@ class StoreAdmin:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless what is under way agrees with itself."""
         self.operations_of.book.check_integrity()
-
-
-def long_ones(admin: StoreAdmin, stock: Stock, shared: SharedLookUps | None, peers: PeerTier | None) -> None:
-    """Let operators order what takes long in this store."""
-    admin.operations_of.add(OperationKind.VERIFY, Verify(stock))
-    far = FromPeers(peers.prefetcher if peers is not None else None, admin.models.attached_windows)
-    prefetch = Prefetch(stock, shared, lambda: known_heads(stock, admin.models.known), admin.models.windows, far)
-    admin.operations_of.add(OperationKind.PREFETCH, prefetch)
 
 
 def _check_number(number: str) -> None:

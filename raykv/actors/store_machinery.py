@@ -13,20 +13,24 @@ from pathlib import Path
 
 from raykv.actors.event_feed import EventFeed, models_of
 from raykv.actors.peer_finder import PeerDoor
+from raykv.actors.peer_order import FromPeers
 from raykv.actors.peer_tier import PeerTier
 from raykv.actors.publisher import Publisher
-from raykv.actors.store_admin import StoreAdmin, long_ones
+from raykv.actors.store_admin import StoreAdmin
 from raykv.actors.store_drain import Drainer
 from raykv.actors.store_loads import Loader
 from raykv.actors.store_look_ups import StoreLookUps
 from raykv.actors.store_mover import Mover
+from raykv.actors.store_reads import Prefetch, Verify
 from raykv.actors.store_saves import Saver
 from raykv.actors.store_sessions import Sessions
 from raykv.actors.store_shared import SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers
+from raykv.actors.store_why import known_heads
 from raykv.actors.tier_operations import KINDS as TIER_KINDS
 from raykv.actors.tier_operations import TierOperations
+from raykv.admin_messages import OperationKind
 from raykv.peer_messages import Adopt, Adopted
 from raykv.store_messages import StoreSpec
 from raykv.types import StoreLife
@@ -110,7 +114,17 @@ class Machinery:
         if before is not None:
             before.end()
         self._look_ups.shared = shared = SharedLookUps.of(self.stock)
-        long_ones(self._admin, self.stock, shared, self.peers)
+        self._let_operators_order(shared)
+
+    def _let_operators_order(self, shared: SharedLookUps | None) -> None:
+        """What takes long in this store, and depends on its tiers."""
+        add, models, stock = self._admin.operations_of.add, self._admin.models, self.stock
+        add(OperationKind.VERIFY, Verify(stock))
+        far = FromPeers(self.peers.prefetcher if self.peers is not None else None, models.attached_windows)
+        add(
+            OperationKind.PREFETCH,
+            Prefetch(stock, shared, lambda: known_heads(stock, models.known), models.windows, far),
+        )
 
     def adopt(self, adopt: Adopt) -> Adopted:
         """Keep blocks of a store that is drained. Blocks for about as long as they take to be read; one at a time."""
