@@ -594,7 +594,7 @@ noisy_configs = objects(
 )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(anything | noisy_configs)
 def test_parse_raises_nothing_but_config_errors(raw: Any) -> None:
     before = repr(raw)
@@ -609,7 +609,7 @@ def test_parse_raises_nothing_but_config_errors(raw: Any) -> None:
     assert repr(raw) == before
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(valid_configs())
 def test_a_valid_config_round_trips(raw: dict[str, Any]) -> None:
     """What the result says, written down as JSON again, means the same, now with nothing left to inherit."""
@@ -625,7 +625,7 @@ def test_a_valid_config_round_trips(raw: dict[str, Any]) -> None:
     assert repr(parse(again)) == repr(first)  # repr: nan is not equal to itself
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(valid_configs(), st.randoms(use_true_random=False))
 def test_one_changed_letter_in_a_key_is_caught(raw: dict[str, Any], rng: random.Random) -> None:
     """A misspelt key is never ignored, at any place where the keys are RayKV's or vLLM's to know."""

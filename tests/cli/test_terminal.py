@@ -16,6 +16,7 @@ from raykv.api import Cluster, Progress, store_ops
 from raykv.cli import connected, main, top
 from raykv.store_messages import Medium
 from tests.api.cases import HASHES, TOKENS, store
+from tests.support.examples import examples
 from tests.support.fake_operators import FakeWorld
 
 
@@ -73,7 +74,7 @@ FIRST = st.sampled_from([["tiers"], ["child"], ["lookup"], ["pin"], ["clear"], [
                          ["explain"], ["drain"], ["unpin"], ["pins"]])  # fmt: skip
 
 
-@settings(max_examples=150, phases=(Phase.generate,))
+@settings(max_examples=examples(30), phases=(Phase.generate,))
 @given(st.lists(st.tuples(FIRST, st.lists(WORDS, max_size=7)), min_size=1, max_size=2))
 def test_any_command_line(lines: list[tuple[list[str], list[str]]]) -> None:
     """Done, partly, an error in a sentence, or click's usage; never a traceback. The state stays whole."""

@@ -35,6 +35,7 @@ from tests.core.test_store_book_safety import (
     RARELY,
     BookMachine,
 )
+from tests.support.examples import examples
 
 TAGS = [NO_TENANT, tenant_tag("a"), tenant_tag("b")]
 HEADS = [one + bytes((group,)) for one in PRINTS for group in range(2)]
@@ -269,7 +270,12 @@ class OperatedMachine(BookMachine):
         super().teardown()
 
 
-LIGHT = settings(deadline=None, max_examples=30, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+LIGHT = settings(
+    deadline=None,
+    max_examples=examples(12),
+    stateful_step_count=50,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 class TestOperatedBook(OperatedMachine.TestCase):
