@@ -19,7 +19,6 @@ from raykv.storage.nixl_transport import NixlTransport, Transfer, TransferState,
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
-nixl = pytest.importorskip("nixl")
 
 ROW, ROWS = 64 << 10, 256
 PATIENCE = 30.0
