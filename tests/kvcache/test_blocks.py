@@ -107,8 +107,9 @@ def test_slots_of_several_layers_are_filled_through_padded_columns():
 
 def test_no_blocks_is_no_work():
     tensor = random(BLOCKS, 8)
-    planes = blocks_view(tensor, BLOCKS)
+    before, planes = tensor.clone(), blocks_view(tensor, BLOCKS)
     copy_blocks(planes, torch.tensor([], dtype=torch.int64), planes, torch.tensor([], dtype=torch.int64))
+    assert torch.equal(tensor, before)
 
 
 @pytest.mark.parametrize("ids", [[BLOCKS], [-1]])
