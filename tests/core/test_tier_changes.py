@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -22,7 +22,7 @@ from raykv.errors import IntegrityError
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, Cascade, Eviction, Medium
 from raykv.types import EngineId, JobId, Rank, RequestId
 from tests.core.test_store_book_safety import BAD, GARBAGE, INDEX, MOSTLY, RARELY, BookMachine, pick
-from tests.support.examples import examples
+from tests.support.examples import examples, histories
 
 PRINT = b"f" * FINGERPRINT_NBYTES
 E = EngineId("e")
@@ -660,12 +660,7 @@ def test_a_long_day_of_changes(cascade: Cascade, eviction: Eviction, seed: int) 
     machine.teardown()
 
 
-LIGHT = settings(
-    deadline=None,
-    max_examples=examples(15),
-    stateful_step_count=50,
-    suppress_health_check=list(HealthCheck),
-)
+LIGHT = histories(15)
 
 
 class TestChanges(ChangingMachine.TestCase):
