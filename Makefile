@@ -19,7 +19,7 @@ demo: setup  ## a real model, two real children in Ray actors, a child killed (M
 
 test: setup lint unit integration  ## all that must pass before a change goes in
 
-unit: setup  ## tests without Ray, vLLM and other processes that import torch
+unit: setup  ## tests without Ray, vLLM and other processes that import torch (half a minute)
 	$(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'
 
 integration: setup  ## tests with other processes, vLLM's own classes, a local Ray, real engines
@@ -43,7 +43,7 @@ bench: setup  ## hook time and TTFT against vLLM's own MultiConnector
 parts: setup  ## benchmarks of single parts: look-ups, copies, Directory, peer reads, router (minutes)
 	@for part in lookups storage directory peer peer_ttft router metrics; do $(PY) -m benchmarks.$$part || exit 1; done
 
-soak: setup  ## the long tests, and the unit tests with new random examples
+soak: setup  ## the long tests, and the unit tests with twenty times as many random examples, new ones
 	RAYKV_EXAMPLES=new $(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'
 	$(PY) -m pytest tests -m soak
 

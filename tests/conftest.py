@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import process
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from tests.support.lmcache_server import LMCacheServer
@@ -20,9 +22,24 @@ if TYPE_CHECKING:
 
 # A shared machine can stand still in the middle of an example: time says nothing about the code. `make test` draws the
 # same examples every time, so that it refuses a change for what the change did; `make soak` draws new ones.
-settings.register_profile("raykv", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile(
+    "raykv", max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 settings.register_profile("new", settings.get_profile("raykv"), derandomize=False)
 settings.load_profile(os.environ.get("RAYKV_EXAMPLES", "raykv"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m "not a and not b"` doesn't even import a module of which all tests have one of these marks.
+
+    They are most of what costs time before the first of `make unit`'s tests: torch, Ray, and pytest's own rewriting.
+    """
+    without = re.fullmatch(r"not \w+(?: and not \w+)*", config.option.markexpr)
+    if without is None or not collection_path.match("test_*.py"):
+        return None
+    marks = re.search(r"^pytestmark = .*$", collection_path.read_text(), re.MULTILINE)
+    named = set(re.findall(r"pytest\.mark\.(\w+)", marks[0])) if marks else set()
+    return True if named & set(re.findall(r"not (\w+)", without[0])) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from raykv.actors.store_link import StoreAsker
 from raykv.errors import HostDied
 from raykv.store_messages import Attached, LookedUp, LookUp, Medium, Settle
 from raykv.types import EngineId, LeaseId, RequestId, StoreLife
+from tests.support.waiting import eventually
 
 E, LIFE = EngineId("e"), StoreLife("life")
 PATIENCE = 30.0
@@ -48,13 +48,6 @@ class Store:
 
     def process(self, attached: Attached) -> None:
         return None
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from raykv.core.vain_hints import MOST_IN_VAIN
 from raykv.errors import HostDied
 from raykv.store_messages import Attached, HandOver, LookedUp, LookUp, Medium, Settle
 from raykv.types import EngineId, LeaseId, RequestId, StoreLife
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -71,13 +72,6 @@ class Store:
 
     def process(self, attached: Attached) -> None:
         return None
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Waits:

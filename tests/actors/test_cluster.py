@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,9 +63,7 @@ def test_an_address_that_is_none(address: str) -> None:
 @pytest.mark.process
 def test_nothing_listens_there(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = time.monotonic()
     said = connect(RAY_ADDRESS=address, RAYKV_STATE_DIR=str(tmp_path))
-    assert time.monotonic() - started < 60
     assert said.startswith("refused") and address in said and "Connection refused" in said and "`raykv start`" in said
 
 
@@ -124,9 +121,7 @@ def test_a_process_in_another_cluster_says_so(locked_cluster: RayCluster) -> Non
     ids=["none", "wrong", "missing"],
 )
 def test_wrong_token(locked_cluster: RayCluster, env: dict[str, str]) -> None:
-    started = time.monotonic()
     said = connect(locked_cluster.address, **env)
-    assert time.monotonic() - started < 60
     assert said.startswith("refused") and "token" in said and locked_cluster.address in said
     assert "RAY_AUTH_TOKEN" in said and "a-wrong-token-altogether" not in said
 

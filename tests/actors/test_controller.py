@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from raykv.cluster_messages import EngineOrder, EngineReport, EngineState
 from raykv.core.reconcile import Instance, StoreAt
 from raykv.errors import ClusterError, ConfigError
 from raykv.store_messages import StoreSpec
+from tests.support.waiting import eventually
 
 GIB = 1 << 30
 
@@ -474,20 +475,14 @@ def test_a_record_of_another_version_is_refused() -> None:
         Record.from_bytes(b"\x80")
 
 
+@pytest.mark.process
 def test_its_own_thread_looks_when_it_is_woken() -> None:
     world = MemoryWorld()
     controller = Controller(world)
     try:
         controller.apply(raw())
-        wait_for(lambda: controller.status().ready)
+        eventually(lambda: controller.status().ready)
         world.trouble = "away"
-        wait_for(lambda: controller.status().problem == "away")
+        eventually(lambda: controller.status().problem == "away")
     finally:
         controller.close()
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

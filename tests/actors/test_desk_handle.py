@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,6 +22,7 @@ from raykv.types import EngineId, RequestId
 from tests.support.linked_engine import LinkedEngine
 from tests.support.process import REPOSITORY
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
@@ -42,13 +43,6 @@ def handle() -> Iterator[DeskHandle]:
     yield found
     found.end()
     gone(E)
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def gone(engine: EngineId) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +13,11 @@ from raykv.actors.processes import Pidfd
 from tests.actors.test_head_loss import kill_head, raykv
 from tests.actors.test_head_loss import started as started
 from tests.support.linked_engine import LinkedEngine
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 PATIENCE = 90.0
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_desk_outlives_the_head_and_a_lost_one_comes_back_with_it(started: dict[str, Any]) -> None:

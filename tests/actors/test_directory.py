@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,20 +16,13 @@ from raykv.core.prefix import block_key
 from raykv.directory_messages import Holder, Locate, Publish
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES
 from raykv.types import StoreLife
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
 FP = bytes(FINGERPRINT_NBYTES)
 HASHES = [random.Random(number).randbytes(HASH_NBYTES) for number in range(3000)]
-PATIENCE = 30.0
 LIFE = StoreLife("life")
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def batch(node: str, number: int, *added: int, removed: tuple[int, ...] = (), stream: int = 0) -> Publish:

@@ -7,8 +7,7 @@ import queue
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,6 +26,7 @@ from raykv.errors import ClusterError, HostRaised, VersionMismatchError
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, Medium
 from raykv.types import StoreLife
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
@@ -46,13 +46,6 @@ def joined(ray_cluster: RayCluster) -> Iterator[cluster.ClusterInfo]:
 def handle() -> Iterator[DirectoryHandle]:
     yield directory_handle.open_directory()
     directory_handle.shutdown_directory()
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class Store:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from raykv.actors.engine_server import EngineServer
 from raykv.actors.ports import free_port
 from raykv.actors.processes import Pidfd, parent_of, pids
 from raykv.cluster_messages import EngineOrder, EngineRole, EngineState
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -31,16 +31,6 @@ LOOPBACK = "127.0.0.1"
 
 def order(*options: str, **more: Any) -> EngineOrder:
     return EngineOrder("e-0", EngineRole.BOTH, (*FAKE, "model", *options), host=LOOPBACK, digest="d", **more)
-
-
-def until(what: Callable[[], Any], timeout: float = 30) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        value = what()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")
 
 
 def gone(pid: int) -> bool:
@@ -63,7 +53,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineServe
 
 
 def ready(server: EngineServer) -> EngineServer:
-    until(lambda: server.report().state is EngineState.READY)
+    eventually(lambda: server.report().state is EngineState.READY)
     return server
 
 
@@ -101,7 +91,7 @@ def test_its_environment_is_the_actors_without_rays_own(
 
 def test_one_that_fails_says_why_with_its_last_lines(start: Callable[..., EngineServer]) -> None:
     server = start(order("--fail", "no such option --foo"))
-    report = until(lambda: server.report() if server.report().state is EngineState.FAILED else None)
+    report = eventually(lambda: server.report() if server.report().state is EngineState.FAILED else None)
     assert report.error == "Its process ended with status 3."
     assert report.log_tail == ("fake engine for model", "no such option --foo")
     assert report.pid == 0
@@ -109,7 +99,7 @@ def test_one_that_fails_says_why_with_its_last_lines(start: Callable[..., Engine
 
 def test_a_program_that_is_not_there(start: Callable[..., EngineServer]) -> None:
     server = start(EngineOrder("e-0", EngineRole.BOTH, ("/no/such/program",), host=LOOPBACK))
-    report = until(lambda: server.report() if server.report().state is EngineState.FAILED else None)
+    report = eventually(lambda: server.report() if server.report().state is EngineState.FAILED else None)
     assert "/no/such/program can't be started" in report.log_tail[0]
 
 
@@ -123,7 +113,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts(start: Callable[..., E
 
 def test_one_that_does_not_get_ready_is_ended(start: Callable[..., EngineServer]) -> None:
     server = start(order("--delay", "1000", startup_timeout_s=0.5))
-    report = until(lambda: server.report() if server.report().state is EngineState.FAILED else None)
+    report = eventually(lambda: server.report() if server.report().state is EngineState.FAILED else None)
     assert report.error == "It was not ready within 0.5 s."
 
 
@@ -133,8 +123,8 @@ def test_one_that_hangs_is_not_ready_and_is_ended_at_last(
     monkeypatch.setattr(engine_server, "HEALTH_TIMEOUT_S", 0.2)
     server = ready(start(order(unhealthy_timeout_s=2.0)))
     os.kill(server.report().pid, signal.SIGSTOP)
-    until(lambda: server.report().state is EngineState.UNHEALTHY)
-    report = until(lambda: server.report() if server.report().state is EngineState.FAILED else None)
+    eventually(lambda: server.report().state is EngineState.UNHEALTHY)
+    report = eventually(lambda: server.report() if server.report().state is EngineState.FAILED else None)
     assert "did not answer /health" in report.error
 
 
@@ -145,7 +135,7 @@ def test_its_death_is_seen_without_a_look_at_its_health(
     child = about(server)["child"]
     monkeypatch.setattr(engine_server, "POLL_S", 1000)
     os.kill(server.report().pid, signal.SIGKILL)
-    report = until(lambda: server.report() if server.report().state is EngineState.FAILED else None)
+    report = eventually(lambda: server.report() if server.report().state is EngineState.FAILED else None)
     assert report.error == "Its process ended by signal SIGKILL."
     assert gone(child)
 
@@ -163,8 +153,8 @@ def test_nothing_is_left_when_the_guard_is_killed(start: Callable[..., EngineSer
     server = ready(start(order()))
     pid = server.report().pid
     os.kill(parent_of(pid) or 0, signal.SIGKILL)
-    until(lambda: gone(pid))
-    until(lambda: server.report().state is EngineState.FAILED)
+    eventually(lambda: gone(pid))
+    eventually(lambda: server.report().state is EngineState.FAILED)
 
 
 OWNER = """
@@ -194,7 +184,7 @@ def test_nothing_is_left_when_the_owner_is_killed(by_ray: bool) -> None:
         os.kill(own, signal.SIGKILL)
     owner.kill()
     owner.wait()
-    until(lambda: gone(pid) and gone(child))
+    eventually(lambda: gone(pid) and gone(child))
     owner.stdout.close()
 
 
@@ -212,7 +202,7 @@ def test_shared_memory_of_a_killed_engine_is_removed(whole: bool) -> None:
     """`whole`: by the guard, of all of it; else of its own process only."""
     lines: list[str] = []
     process = EngineProcess([sys.executable, "-c", LEAK], os.environ, on_line=lines.append, on_end=lambda _: None)
-    until(lambda: lines)
+    eventually(lambda: lines)
     segment = Path("/dev/shm") / lines[0]
     assert segment.exists()
     if whole:
@@ -238,6 +228,6 @@ def test_lines_are_passed_on_whole() -> None:
     ended: list[int] = []
     process = EngineProcess([sys.executable, "-c", code], os.environ, on_line=lines.append, on_end=ended.append)
     assert process.wait(30)
-    until(lambda: ended)
+    eventually(lambda: ended)
     assert lines == ["a" * 100_000, "100%", "last"]
     assert ended == [0]

@@ -6,8 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,20 +21,13 @@ from raykv.store_messages import JobDone, Medium, Settle, StoreSpec, TierSpec
 from raykv.types import JobId
 from tests.support.kv_rank import E, KVRank, save_job
 from tests.support.sim_cluster import SimCluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
 SLOT = 16384
 PATIENCE = 90.0
 SPEC = StoreSpec("default", (TierSpec(Medium.HOST, 16 * SLOT),), SLOT)
-
-
-def eventually(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (found := true()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,18 +17,12 @@ from raykv.errors import ClusterError
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES
 from raykv.types import StoreLife
 from tests.support.in_process_directory import InProcessDirectory
+from tests.support.waiting import eventually
 
 FP, HASH = bytes(FINGERPRINT_NBYTES), b"h" * HASH_NBYTES
 WANTED = Locate((FP,), (0,), HASH, "")
 FOUND = Located((Holder("a", "store", 1),))
 PATIENCE = 30.0
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def fill(directory: InProcessDirectory) -> None:

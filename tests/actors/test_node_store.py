@@ -6,8 +6,7 @@ import dataclasses
 import errno
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,12 @@ from raykv.errors import StoreError
 from raykv.store_messages import Cascade, JobDone, LookedUp, Medium, Settle, StoreSpec, TierSpec
 from raykv.types import EngineId, JobId, LeaseId, Rank, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
 SLOT = 16384  # of KVRank's blocks: 2 layers x 4 heads x 8 tokens x 64 floats
 R0, R1 = Rank(0), Rank(1)
-PATIENCE = 30.0
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Harness:

@@ -17,8 +17,9 @@ from raykv.errors import StoreError
 from raykv.peer_messages import Lend, Lent
 from raykv.store_messages import Cascade, LoadJob, LookedUp, Medium, PeerStatus, TierSpec
 from raykv.types import EngineId, JobId, LeaseId
-from tests.actors.test_peer_tier import FAR, PATIENCE, SLOT, Harness, eventually, hold, host_slots, lies
+from tests.actors.test_peer_tier import FAR, PATIENCE, SLOT, Harness, hold, host_slots, lies
 from tests.support.kv_rank import E, KVRank, hashes, look_up
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,19 +14,13 @@ from raykv.store_messages import JobDone, LookedUp, Medium, Settle, StoreSpec, T
 from raykv.types import EngineId, JobId
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.sim_cluster import SimCluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
 SLOT = 16384
 PATIENCE = 90.0
 FAR = EngineId("far")
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture

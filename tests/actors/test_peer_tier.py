@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,13 @@ from raykv.store_messages import (
 from raykv.types import EngineId, JobId, LeaseId, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.peer_stores import Nodes, find
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
 SLOT = 16384  # of KVRank's blocks: 2 layers x 4 heads x 8 tokens x 64 floats
 FAR = EngineId("far")
 PATIENCE = 30.0
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Harness:

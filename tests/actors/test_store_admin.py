@@ -22,8 +22,9 @@ from raykv.engine_messages import Why
 from raykv.errors import StoreError
 from raykv.store_messages import Cascade, Medium, SaveJob, Settle, TierSpec
 from raykv.types import JobId
-from tests.actors.test_node_store import SLOT, Harness, eventually
+from tests.actors.test_node_store import SLOT, Harness
 from tests.support.kv_rank import E, KVRank, digest, hashes, look_up, save_job
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 

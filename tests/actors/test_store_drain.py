@@ -24,19 +24,13 @@ from raykv.store_messages import Cascade, DrainReport, JobDone, LookedUp, Medium
 from raykv.types import EngineId, LeaseId
 from tests.support.kv_rank import KVRank, load_job, look_up, save_job
 from tests.support.peer_stores import Nodes, PeerCaller, find
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
 SLOT = 16384  # of KVRank's blocks
 FILE = SLOT + HEADER_NBYTES
 PATIENCE = 30.0
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Node:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from raykv.store_messages import JobDone, LookedUp, Medium, Settle, StoreSpec, T
 from raykv.types import JobId, StoreLife
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
@@ -39,13 +39,6 @@ def spec(tmp_path: Path) -> Iterator[StoreSpec]:
     yield spec
     store_handle.shutdown_stores()
     store_files.host_path("raykv", spec.name).unlink(missing_ok=True)  # where its store was killed at last
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def done(link: StoreWorkerLink) -> JobDone:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from raykv.store_messages import JobDone, LookedUp, Medium, Settle, StoreSpec, T
 from raykv.types import EngineId, JobId, LeaseId
 from tests.support.in_process_store import InProcessStore
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -67,13 +67,6 @@ def p(tmp_path: Path) -> Iterator[Parts]:
     parts = Parts(tmp_path)
     yield parts
     parts.close()
-
-
-def eventually(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def jobs_done(link: StoreWorkerLink, count: int) -> dict[JobId, JobDone]:

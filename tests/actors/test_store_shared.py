@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from raykv.storage.fs_header import HEADER_NBYTES, is_block
 from raykv.store_messages import Cascade, JobDone, LookedUp, Medium, Settle, StoreSpec, TierSpec
 from raykv.types import EngineId, LeaseId
 from tests.support.kv_rank import KVRank, load_job, look_up, save_job
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
@@ -28,13 +29,6 @@ SLOT = 16384  # of KVRank's blocks
 FILE = SLOT + HEADER_NBYTES
 PATIENCE = 30.0
 FS, HOST = Medium.FS, Medium.HOST
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Node:

@@ -20,12 +20,14 @@ from raykv.admin_messages import Operation, OperationKind, OperationState
 from raykv.errors import StoreError
 from raykv.store_messages import Cascade, LookedUp, Medium, Settle, StoreSpec, TierSpec
 from raykv.types import LeaseId
-from tests.actors.test_node_store import PATIENCE, SLOT, E, Harness, eventually
+from tests.actors.test_node_store import SLOT, E, Harness
 from tests.support.forked_store import ForkedStore
 from tests.support.kv_rank import KVRank, load_job, look_up, save_job
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
+PATIENCE = 30.0
 HOST, DISK, FS = Medium.HOST, Medium.DISK, Medium.FS
 NUMBERS = itertools.count()
 

@@ -17,7 +17,6 @@ from tests.actors.test_tier_operations import do
 from tests.support.kv_rank import E, KVRank, hashes, look_up
 from tests.support.peer_stores import find
 
-pytest.importorskip("nixl")
 pytestmark = pytest.mark.process
 
 PIECE = 8

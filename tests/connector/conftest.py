@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 for noisy in ("v1.base", "factory"):
     logging.getLogger(f"vllm.distributed.kv_transfer.kv_connector.{noisy}").setLevel(logging.ERROR)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """All tests here are marked `vllm`. Its import takes seconds, so without them don't even look into the files."""
-    return True if "not vllm" in config.option.markexpr else None
 
 
 @pytest.fixture(params=[1, 2], ids=["1-rank", "2-ranks"])

@@ -388,7 +388,7 @@ def test_blocks_that_come_free_while_the_scheduler_half_shuts_down(
 
 
 def test_hosts_that_die_while_their_child_leaves(ranks: int, overlap: bool) -> None:
-    children = [child("A", hit=64, auto=False, owes=True, raykv=LIMITS), child("B")]
+    children = [child("A", hits={"load": 64}, auto=False, owes=True, raykv=LIMITS), child("B")]
     with bench_of(*children, ranks=ranks, overlap=overlap) as bench:
         bench.add(20, name="owed")
         bench.finish("owed")

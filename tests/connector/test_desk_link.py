@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,18 +36,12 @@ from tests.support.fake_config import child, kv_cache_config, vllm_config
 from tests.support.fake_store_link import split
 from tests.support.fake_worker import Bench
 from tests.support.tier_bench import TierBench, tier_child
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
 E = EngineId("e")
 PATIENCE = 60.0
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

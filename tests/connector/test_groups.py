@@ -12,12 +12,10 @@ WINDOW = 32
 
 
 @pytest.mark.parametrize("failing", ["blocks", "request"])
-@pytest.mark.parametrize("failing_ranks", [None, (1,)])
+@pytest.mark.parametrize(("failing_ranks", "ranks"), [(None, 1), (None, 2), ((1,), 2)])
 def test_a_failed_load_is_recomputed(
     failing: str, failing_ranks: tuple[int, ...] | None, ranks: int, hosted: bool, overlap: bool
 ) -> None:
-    if failing_ranks is not None and ranks == 1:
-        pytest.skip("there is no other rank")
     scripted = child("A", hosted, hits={"r0": 128}, failing=failing, failing_ranks=failing_ranks, saves=True)
     with Bench([scripted], ranks=ranks, async_scheduling=overlap, window=WINDOW) as bench:
         bench.add(150, max_tokens=40)

@@ -33,12 +33,13 @@ def stored_blocks(bench: Bench, name: str, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["transfer", "offload"])), ids=" ".join)
 @pytest.mark.parametrize("batched_tokens", [512, 96])
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("asynchronous", "overlap"),
+    [(True, False), (True, True), (False, False)],  # the fourth is refused: see test_sync_loads.py
+)
 def test_a_cold_request_is_offloaded_and_found_again(
     order: tuple[str, ...], batched_tokens: int, asynchronous: bool, ranks: int, hosted: bool, overlap: bool
 ) -> None:
-    if overlap and not asynchronous:
-        pytest.skip("refused: see test_sync_loads.py")
     scripts: dict[str, Any] = {
         "transfer": {"pd": True, "raykv": {"save": "none"}},
         "offload": {"search": True, "saves": True, "asynchronous": asynchronous},

@@ -11,6 +11,13 @@ from tests.support.tier_bench import BENCHES, Benches, TierBench
 
 pytestmark = pytest.mark.vllm
 WINDOW = 64
+FAILING = [
+    pytest.param(failing, benches, id=f"{'+'.join(map(str, failing))}-{benches}")
+    for benches in BENCHES
+    for failing in ({0}, {1}, {0, 1})
+    if max(failing) < benches.ranks
+]
+"""The ranks on which something fails."""
 
 
 @pytest.fixture(params=BENCHES, ids=str)
@@ -74,10 +81,8 @@ def test_a_window_moves_over_pinned_blocks(bench_of: Benches) -> None:
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize(("failing", "bench_of"), FAILING, indirect=["bench_of"])
 def test_a_failed_load_is_recomputed(bench_of: Benches, failing: set[int], window: int | None) -> None:
-    if bench_of.ranks == 1 and 0 not in failing:
-        pytest.skip("there is no other rank")
     with bench_of(window=window) as bench:
         bench.add(160)
         bench.forget_locally()
@@ -126,10 +131,8 @@ def test_the_policy_fail_fails_the_request(bench_of: Benches) -> None:
         assert bench.results["r1"].reason.name == "ERROR"
 
 
-@pytest.mark.parametrize("failing", [{0}, {1}])
+@pytest.mark.parametrize(("failing", "bench_of"), FAILING, indirect=["bench_of"])
 def test_a_save_that_failed_on_a_rank_is_never_seen(bench_of: Benches, failing: set[int]) -> None:
-    if bench_of.ranks == 1 and 0 not in failing:
-        pytest.skip("there is no other rank")
     with bench_of() as bench:
         bench.store.fail_saves = failing
         bench.add(160)

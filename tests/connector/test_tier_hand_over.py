@@ -18,8 +18,9 @@ from raykv.connector.tier_hints import hint, read_hint
 from raykv.store_messages import HandOver
 from tests.support import fake_worker
 from tests.support.fake_config import child
-from tests.support.real_store import RealStore, wait
+from tests.support.real_store import RealStore
 from tests.support.tier_bench import BENCHES, Benches, TierBench, tier_child
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.vllm
 ASKED = {"do_remote_decode": True}
@@ -76,7 +77,7 @@ def test_blocks_that_are_being_saved_are_waited_for(bench_of: Benches, store: Re
 def test_what_is_there_is_not_waited_for(bench_of: Benches, store: RealStore) -> None:
     with bench(bench_of, store, **LONG) as engine:
         prompt, said = prefill(engine)
-        wait(lambda: store.status().saved_blocks >= 12 * bench_of.ranks, "the commits")
+        eventually(lambda: store.status().saved_blocks >= 12 * bench_of.ranks, "the commits")
         for tokens in (12 * 16, 10**9):  # more than a prompt has to load is no more than that
             engine.add(prompt, params=hint(said["raykv_tiers"]["store"], tokens))
             engine.run()
@@ -111,7 +112,7 @@ def test_a_lie_costs_time_and_the_rest_is_loaded(bench_of: Benches, store: RealS
     """The prompt goes on where the one in the store ended, and an unknown store is said to have all of it."""
     with bench(bench_of, store, **SHORT) as engine:
         prompt, _ = prefill(engine, 100)
-        wait(lambda: store.status().saved_blocks >= 6 * bench_of.ranks, "the commits")
+        eventually(lambda: store.status().saved_blocks >= 6 * bench_of.ranks, "the commits")
         engine.add([*prompt, *range(10, 110)], params=hint(ELSEWHERE, 192))
         engine.run()
         assert engine.tier_total("loads") == 1 and engine.tier_total("tokens_loaded_host") == 6 * 16
@@ -120,14 +121,14 @@ def test_a_lie_costs_time_and_the_rest_is_loaded(bench_of: Benches, store: RealS
 def test_an_abort_while_it_waits_leaves_nothing(bench_of: Benches, store: RealStore) -> None:
     with bench(bench_of, store, **LONG) as engine:
         prompt, said = prefill(engine, 100)
-        wait(lambda: store.status().saved_blocks >= 6 * bench_of.ranks, "the commits")
+        eventually(lambda: store.status().saved_blocks >= 6 * bench_of.ranks, "the commits")
         before = look_ups(store)
         engine.add([*prompt, *range(10, 110)], params=hint(said["raykv_tiers"]["store"], 192))
         engine.until(lambda: look_ups(store) >= before + 3)
-        wait(lambda: store.status().leases > 0, "the six blocks to be kept")
+        eventually(lambda: store.status().leases > 0, "the six blocks to be kept")
         engine.abort("r1")
         engine.step(3)
-        wait(lambda: store.status().leases == 0, "the lease to be given back")
+        eventually(lambda: store.status().leases == 0, "the lease to be given back")
         assert engine.status("r1") == "GONE" and not store.askers[-1]._hand_overs
 
 

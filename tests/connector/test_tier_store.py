@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from raykv.store_messages import Medium
-from tests.support.real_store import PATIENCE_S, RealStore, wait
+from tests.support.real_store import PATIENCE_S, RealStore
 from tests.support.tier_bench import BENCHES, Benches, TierBench, tier_child
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
@@ -51,7 +52,7 @@ def test_a_prompt_comes_back_byte_by_byte(bench_of: Benches, store: RealStore, w
         engine.add(307, max_tokens=20)
         engine.forget_locally()
         blocks = 20 * bench_of.ranks * len(engine.groups)
-        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= blocks, "the commits")
+        eventually(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= blocks, "the commits")
         engine.add(engine.results["r0"].prompt, max_tokens=20)
         engine.run()
         assert engine.results["r1"].tokens == engine.results["r0"].tokens
@@ -64,8 +65,8 @@ def test_another_engine_finds_it(bench_of: Benches, store: RealStore) -> None:
         engine.add(200)
         engine.run()
         prompt = engine.results["r0"].prompt
-        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
-    wait(lambda: store.status().engines == (), "the engine to leave")
+        eventually(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
+    eventually(lambda: store.status().engines == (), "the engine to leave")
     with bench(bench_of, store) as engine:
         engine.add(prompt)
         engine.run()
@@ -76,7 +77,7 @@ def test_the_store_dies_and_what_it_had_is_found_again(bench_of: Benches, store:
     with bench(bench_of, store) as engine:
         engine.add(200)
         engine.forget_locally()
-        wait(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
+        eventually(lambda: store.used(Medium.HOST) + store.used(Medium.DISK) >= 12 * bench_of.ranks, "the commits")
         store.process.hang("load")
         engine.add(engine.results["r0"].prompt)
         engine.until(lambda: engine.status("r1") == "WAITING_FOR_REMOTE_KVS")
@@ -86,7 +87,7 @@ def test_the_store_dies_and_what_it_had_is_found_again(bench_of: Benches, store:
         engine.run()
         assert engine.tier_total("loads_failed") == 1
         engine.forget_locally()
-        wait(lambda: len(store.status().engines) == 1, "the ranks to come back")
+        eventually(lambda: len(store.status().engines) == 1, "the ranks to come back")
         loads = engine.tier_total("loads")
         for seed in range(50):  # the first may come before the asker has heard of the new life
             engine.add([*engine.results["r0"].prompt, seed])

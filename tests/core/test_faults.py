@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.core.faults import FaultWindow, Verdict
+from tests.support.examples import examples
 
 ON = Verdict(off=False, pause_s=0.0)
 
@@ -48,7 +49,7 @@ def test_a_quiet_time_resets_the_pause() -> None:
     assert [faults.fault(t) for t in (183, 184, 185)] == [ON, ON, off(5)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_it_is_off_exactly_when_the_window_is_full(gaps: list[float]) -> None:
     faults, now, times = window(), 0.0, []

@@ -204,7 +204,7 @@ CHILDREN = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(deadline=None, max_examples=examples(50))
 @given(children=CHILDREN, computed=st.sampled_from([0, 16, 48]), without=st.sets(st.integers(0, 4)))
 def test_a_plan_has_no_gap_and_reaches_as_far_as_any_child(
     children: list[Child], computed: int, without: set[int]

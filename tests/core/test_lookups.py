@@ -12,6 +12,7 @@ from raykv.config import LoadPolicy
 from raykv.core.load_plan import Answer, Part
 from raykv.core.lookups import Choice, LookupBook, Outcome
 from raykv.types import RequestId
+from tests.support.examples import examples
 
 R = RequestId("r")
 A, B = 0, 1
@@ -136,7 +137,7 @@ def test_a_forgotten_request_leaves_nothing() -> None:
     book.forget(R)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     policy=st.sampled_from([FIRST, LONGEST]),
     limits=st.lists(st.integers(0, 5), min_size=1, max_size=4),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raykv.messages import NO_ATTEMPT, ChildEvent, EventKind
 from raykv.types import Attempt, Incarnation, RequestId
 from tests.support.engine_model import Engine, Host, State
+from tests.support.examples import examples
 
 INDEX = st.integers(0, 11)
 """Picks one of a list of unknown length."""
@@ -198,7 +199,7 @@ class SafetyMachine(RuleBasedStateMachine):
 
 
 LIGHT = settings(
-    max_examples=40,
+    max_examples=examples(15),
     stateful_step_count=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

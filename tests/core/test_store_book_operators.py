@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -35,6 +35,7 @@ from tests.core.test_store_book_safety import (
     RARELY,
     BookMachine,
 )
+from tests.support.examples import histories
 
 TAGS = [NO_TENANT, tenant_tag("a"), tenant_tag("b")]
 HEADS = [one + bytes((group,)) for one in PRINTS for group in range(2)]
@@ -269,7 +270,7 @@ class OperatedMachine(BookMachine):
         super().teardown()
 
 
-LIGHT = settings(deadline=None, max_examples=30, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+LIGHT = histories(12)
 
 
 class TestOperatedBook(OperatedMachine.TestCase):

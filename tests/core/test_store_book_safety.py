@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,6 +20,7 @@ from raykv.core.slot_table import SlotState, SlotTable
 from raykv.core.store_book import Lease, Move, Place, SavePlan, StoreBook, block_key
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, Cascade, Eviction, Medium
 from raykv.types import EngineId, JobId, LeaseId, Rank, RequestId
+from tests.support.examples import examples, histories
 
 PRINTS = [bytes([r + 1]) * FINGERPRINT_NBYTES for r in range(2)]
 HASHES = [bytes([n]) * HASH_NBYTES for n in range(24)]
@@ -378,16 +379,16 @@ def test_a_long_day_of_a_store(cascade: Cascade, eviction: Eviction, seed: int) 
     step(2, lambda: machine.begin_check(index()))
     step(3, lambda: machine.checks and machine.end_check(dice.random() < 0.02))
     step(1, lambda: machine.end_engine(engine(), True))
-    for number in range(600):
+    for number in range(examples(200)):
         dice.choice(steps)()
         machine.the_book_is_sound()
         machine.what_is_held_has_its_bytes()
-        if number == 500 and seed % 2:
+        if number == 150 and seed % 2:
             machine.tier_off(index(), True)
     machine.teardown()
 
 
-LIGHT = settings(deadline=None, max_examples=30, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+LIGHT = histories(12)
 
 
 class TestBook(BookMachine.TestCase):

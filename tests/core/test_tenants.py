@@ -91,7 +91,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(STEPS)
 def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, int, int]]) -> None:
     tenants, tags = Tenants({SHARED}), [NO_TENANT, A, B, tenant_tag("c")]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -22,6 +22,7 @@ from raykv.errors import IntegrityError
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES, Cascade, Eviction, Medium
 from raykv.types import EngineId, JobId, Rank, RequestId
 from tests.core.test_store_book_safety import BAD, GARBAGE, INDEX, MOSTLY, RARELY, BookMachine, pick
+from tests.support.examples import examples, histories
 
 PRINT = b"f" * FINGERPRINT_NBYTES
 E = EngineId("e")
@@ -650,16 +651,16 @@ def test_a_long_day_of_changes(cascade: Cascade, eviction: Eviction, seed: int) 
     step(14, lambda: machine.empty(index(), dice.randint(1, 4)))
     step(14, lambda: machine.emptying and machine.end_emptying(index(), ok()))
     step(12, lambda: machine.settle_tier(index()))
-    for number in range(700):
+    for number in range(examples(250)):
         dice.choice(steps)()
         machine.the_book_is_sound()
         machine.what_is_held_has_its_bytes()
-        if number % 200 == 199:
+        if number % 100 == 99:
             machine.kill(True)
     machine.teardown()
 
 
-LIGHT = settings(deadline=None, max_examples=40, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+LIGHT = histories(15)
 
 
 class TestChanges(ChangingMachine.TestCase):

@@ -6,9 +6,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.support.configs import example_child, file_child, multi
 from tests.support.engine import Engine
 from tests.support.lmcache_server import LMCacheServer
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 BACK_WITHIN_S = 90.0
 """Bound for a test to fail at. What the time is on an idle machine is measured by the benchmark."""
@@ -108,14 +108,7 @@ class Offload:
                     entry.unlink(missing_ok=True)
 
     def wait_for(self, marker: str) -> None:
-        wait_until(lambda: (self.control / marker).exists(), f"{marker} in FileChild")
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
-        time.sleep(0.02)
+        eventually(lambda: (self.control / marker).exists(), f"{marker} in FileChild")
 
 
 @pytest.fixture(scope="session")

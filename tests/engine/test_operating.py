@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import wait_until
 from tests.support.live_changes import Changes
 from tests.support.operated import (
     BLOCK,
@@ -45,6 +44,7 @@ from tests.support.operated_checks import (
 )
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -65,7 +65,7 @@ def loaded(at: Operated) -> Iterator[None]:
     before = at.check_load()
     yield
     at.check_integrity()
-    wait_until(lambda: at.check_load() > before, "request of the load")
+    eventually(lambda: at.check_load() > before, "request of the load")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -225,24 +225,24 @@ def change_children(at: Operated, way: str, engine: str) -> None:
         assert EXAMPLE in explained(at, way, at.ask(engine, "crowd3").request_id, engine)["by_source"]
     timed("restart", do, "child restart", EXAMPLE, engine=engine)
     new = at.wait_child(engine, EXAMPLE, "up")
-    wait_until(lambda: at.child(engine, EXAMPLE).host_pids not in ((), old.host_pids), "new host")
+    eventually(lambda: at.child(engine, EXAMPLE).host_pids not in ((), old.host_pids), "new host")
     assert new.incarnation >= old.incarnation
     more = new_example(at.folder / engine / "more", "more")
     timed("add", do, "child add", more if way == "api" else as_json(more), engine=engine, before=EXAMPLE)
     at.wait_child(engine, "more", "up")
-    wait_until(lambda: at.chain(engine) == ["more", EXAMPLE, TIERS], "new chain")
+    eventually(lambda: at.chain(engine) == ["more", EXAMPLE, TIERS], "new chain")
     with at.quiet(engine):
         at.ask(engine, "crowd5")
         assert "more" in explained(at, way, at.ask(engine, "crowd5").request_id, engine)["by_source"]
     timed("reorder", do, "child reorder", TIERS, EXAMPLE, "more", engine=engine)
-    wait_until(lambda: at.chain(engine) == [TIERS, EXAMPLE, "more"], "new order")
+    eventually(lambda: at.chain(engine) == [TIERS, EXAMPLE, "more"], "new order")
     with at.quiet(engine):
         at.ask(engine, "crowd5")
         sources = explained(at, way, at.ask(engine, "crowd5").request_id, engine)["by_source"]
         assert "more" not in sources and EXAMPLE not in sources
     timed("remove", do, "child remove", "more", engine=engine)
     do("child reorder", EXAMPLE, TIERS, engine=engine)
-    wait_until(lambda: at.chain(engine) == [EXAMPLE, TIERS], "old chain")
+    eventually(lambda: at.chain(engine) == [EXAMPLE, TIERS], "old chain")
     assert [child["name"] for child in do("child list", engine=engine)] == [EXAMPLE, TIERS]
 
 
@@ -268,7 +268,7 @@ def test_watch_sees_what_is_done(at: Operated) -> None:
             at.wait_child("one", EXAMPLE, "up")
             return wanted <= set(seen)
 
-        wait_until(all_seen, f"{wanted} in {seen}", timeout_s=90)
+        eventually(all_seen, f"{wanted} in {seen}", patience_s=90)
     finally:
         stop.set()
         watching.join()
@@ -301,7 +301,7 @@ def test_bad_input_changes_nothing(at: Operated, way: str) -> None:
         (("child reorder", EXAMPLE), {"engine": "one"}, TIERS),
         (("child add", "{}" if way == "command" else {}), {"engine": "one"}, "kv_connector"),
     ]
-    wait_until(lambda: at.chain("one") == [EXAMPLE, TIERS], "chain")
+    eventually(lambda: at.chain("one") == [EXAMPLE, TIERS], "chain")
     before = state(at)
     for arguments, options, part in bad:
         with pytest.raises((RayKVError, CommandFailed)) as raised:
@@ -353,9 +353,9 @@ def test_a_desk_is_killed(at: Operated) -> None:
         explained(at, "api", request, "two")
     pid = desk_pid(at, "two")
     os.kill(pid, signal.SIGKILL)
-    timed("desk back", wait_until, lambda: desk_pid(at, "two") not in (0, pid), "desk", 90)
-    wait_until(lambda: any(engine.id == "two" for engine in at.kv.engines), "view of the engine at its new desk")
-    wait_until(lambda: any(one.startswith(request) for one in at.kv.requests(engine="two")), "story at the new desk")
+    timed("desk back", eventually, lambda: desk_pid(at, "two") not in (0, pid), "desk", 90)
+    eventually(lambda: any(engine.id == "two" for engine in at.kv.engines), "view of the engine at its new desk")
+    eventually(lambda: any(one.startswith(request) for one in at.kv.requests(engine="two")), "story at the new desk")
     assert explained(at, "api", request, "two")["request"].startswith(request)
     assert at.kv.pause_child(EXAMPLE, engine="two").ok and at.kv.resume_child(EXAMPLE, engine="two").ok
 
@@ -370,11 +370,11 @@ def test_the_store_is_killed_in_a_tier_operation(at: Operated) -> None:
         time.sleep(0.02 * number)
         os.kill(pid, signal.SIGKILL)
         operation.join()
-        timed("store back", wait_until, lambda pid=pid: store_pid(at) not in (0, pid), "store", 90)
+        timed("store back", eventually, lambda pid=pid: store_pid(at) not in (0, pid), "store", 90)
         assert all("Traceback" not in error for error in errors)
         if at.tier("host") is None or at.tier("host").draining:
-            wait_until(lambda: attempt([], at.kv.add_tier, "host", HOST), "host tier again", 60)
-        wait_until(lambda: attempt([], at.kv.drain_tier, "disk"), "drain of the disk tier", 60)
+            eventually(lambda: attempt([], at.kv.add_tier, "host", HOST), "host tier again", 60)
+        eventually(lambda: attempt([], at.kv.drain_tier, "disk"), "drain of the disk tier", 60)
         path = at.tier("disk").path
         assert at.kv.add_tier("disk", DISK, path=path).ok
     with at.quiet():

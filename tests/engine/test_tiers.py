@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import wait_until
 from tests.support.configs import file_child, multi, tier_child
 from tests.support.engine import Engine, Result
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -74,7 +74,7 @@ class Tiers:
             self.ask("page")
             return self.loaded("host") + self.loaded("disk") > before
 
-        wait_until(hits, "hit after the store's death", timeout_s=90)
+        eventually(hits, "hit after the store's death", patience_s=90)
         assert self.status()["pid"] != old
 
 
@@ -167,7 +167,7 @@ def test_a_second_engine_and_a_killed_first(tiers: Tiers, tiny_model: Path, base
         second.wait_free_blocks(free, timeout_s=30)
         tiers.engine.submit(PROMPTS["branch2"], MAX_TOKENS).first_token.wait(60)
         tiers.engine.kill()
-        wait_until(
+        eventually(
             lambda: len(second.call_core("tests.support.probes:store_status", tiers.store)["engines"]) == 1,
             "end of the dead engine in the store",
         )
@@ -266,7 +266,7 @@ def test_scenario_8_a_look_up_that_is_not_ready_is_waited_for(crowded: Crowded, 
     crowded.set("slow", "not_ready")
     asked, loads = crowded.metric("raykv_tier_look_ups"), crowded.metric("raykv_tier_loads")
     pending = crowded.engine.submit(prompt, MAX_TOKENS)
-    wait_until(lambda: crowded.has("slow", "asked"), "look-up in the slow child")
+    eventually(lambda: crowded.has("slow", "asked"), "look-up in the slow child")
     crowded.set("slow")
     result = pending.result()
     assert result.token_ids == baseline["page"] and result.num_external_tokens == full_blocks(len(prompt))

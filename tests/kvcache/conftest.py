@@ -64,8 +64,8 @@ def start(tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_left_in_dev_shm():
-    # pid in the name: other tests and other people use /dev/shm at the same time.
+    # By the names that this part gives: other tests and other people use /dev/shm at the same time.
     before = set(os.listdir("/dev/shm"))
     yield
-    left = {n for n in set(os.listdir("/dev/shm")) - before if "raykv" in n or n.startswith("torch_")}
+    left = {n for n in set(os.listdir("/dev/shm")) - before if n.startswith(("raykv-kvcache", "torch_"))}
     assert not left

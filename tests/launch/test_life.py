@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from raykv.launch import up as launch
 from raykv.launch.spec_file import spec_from
 from tests.support.process import REPOSITORY, free_ports
 from tests.support.sim_cluster import SimCluster, router_replicas
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -39,14 +40,7 @@ def spec(*engines: dict[str, Any], **more: Any) -> ClusterSpec:
     return spec_from(json.dumps({"model": "tiny", "command": FAKE, "engines": wanted, "startup_timeout_s": 60, **more}))
 
 
-def until(what: Callable[[], Any], why: str, timeout: float = PATIENCE_S) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        value = what()
-        if value:
-            return value
-        time.sleep(0.1)
-    raise AssertionError(why)
+until = partial(eventually, patience_s=PATIENCE_S)
 
 
 def gone(pid: int) -> bool:

@@ -170,7 +170,7 @@ def test_a_thousand_flips_recover_nothing_wrong() -> None:
     assert lost >= 1000, "a record is checked in full, its padding too"
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["publish", "clear", "quarantine", "restart"]))))
 def test_any_history_leaves_what_a_dictionary_would(history: list[tuple[int, str]]) -> None:
     table = Table(8)

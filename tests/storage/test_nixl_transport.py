@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,20 +16,13 @@ import pytest
 import torch
 
 from raykv.storage.nixl_transport import NixlTransport, Transfer, TransferState, TransportError
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
-nixl = pytest.importorskip("nixl")
 
 ROW, ROWS = 64 << 10, 256
 PATIENCE = 30.0
 SHM, TCP = "shm,tcp,self", "tcp,self"
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def rows(seed: int) -> torch.Tensor:

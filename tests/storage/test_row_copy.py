@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from raykv.storage import row_copy as module
 from raykv.storage.row_copy import row_copy
+from tests.support.examples import examples
 
 FENCE = 238
 
@@ -31,7 +32,7 @@ def copied(rows: list[tuple[int, int]], nbytes: int, size: int = 1 << 13) -> tup
     return target, wanted
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60))
 @given(
     nbytes=st.sampled_from([0, 1, 63, 64, 255, 256, 257, 300, 512, 1000, 1024]),
     starts=st.lists(st.tuples(st.integers(0, 127), st.integers(0, 4000)), max_size=4),

@@ -17,16 +17,11 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.engine.core import EngineCore
 
-from tests.support import probes
+from tests.support import probes, quiet_vllm  # noqa: F401 (its import is what it does)
 
 EngineCore.raykv_call = probes.core_call
-
-# vLLM's processes spin for a second after each message before they sleep. On two cores that starves whoever shares
-# theirs (a starting host got 5 % of a core): here they sleep after 2 ms, and are woken by vLLM's own notification.
-SpinCondition.__init__.__defaults__ = (0.002,)
 
 
 class Server:

@@ -8,8 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tests.engine.conftest import wait_until
 from tests.support.operated import DISK, EXAMPLE, HOST, TIERS, Operated, new_example
+from tests.support.waiting import eventually
 
 
 class Changes:
@@ -101,7 +101,7 @@ class Changes:
             for name in [name for name in chain if name.startswith("more")]:
                 self.at.kv.remove_child(name, engine=engine)
             self.at.kv.reorder_children([EXAMPLE, TIERS], engine=engine)
-            wait_until(partial(self._restored, engine), "old chain")
+            eventually(partial(self._restored, engine), "old chain")
         self.at.kv.resize_tier("host", HOST)
         self.at.kv.resize_tier("disk", DISK)
 

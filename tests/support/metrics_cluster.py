@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import ray
@@ -30,18 +30,12 @@ from raykv.store_messages import LookedUp, Medium, Settle, StoreSpec, TierSpec
 from raykv.types import EngineId, JobId, RequestId
 from tests.support.kv_rank import E, KVRank, load_job, look_up, save_job
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 SLOT = 16384
 PATIENCE = 90.0
 
 Series = dict[str, list[tuple[dict[str, str], float]]]
-
-
-def eventually(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
 
 
 class MetricsCluster:

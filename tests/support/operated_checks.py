@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.engine.conftest import wait_until
 from tests.support.operated import BLOCK, Operated
 from tests.support.prompts import PROMPTS
+from tests.support.waiting import eventually
 
 
 def timed(what: str, act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -35,7 +35,7 @@ def explained(at: Operated, way: str, request: str, engine: str) -> dict[str, An
         told.update(getattr(at, way)("explain", request, engine=engine))
         return bool(told["ended"])
 
-    wait_until(ended, f"end of {request} at the desk")
+    eventually(ended, f"end of {request} at the desk")
     assert sum(told["by_source"].values()) == told["prompt_tokens"]
     pieces = [(piece["first"], piece["last"]) for piece in told["pieces"]]
     assert pieces[0][0] == 0 and pieces[-1][1] == told["prompt_tokens"]

@@ -1,7 +1,8 @@
-"""`python -m tests.support.quiet_vllm serve ...`: vLLM's command line, whose processes sleep where they would spin.
+"""vLLM's processes sleep where they would spin: by importing this, or `python -m tests.support.quiet_vllm serve ...`.
 
-As in `engine_process`: vLLM's readers spin for a second after each message, and several engines share two cores here.
-vLLM's processes import this module again, so it is so in each of them.
+vLLM's readers spin for a second after each message before they sleep. On two cores that starves whoever shares theirs
+(a starting host got 5 % of a core): here they sleep after 2 ms, and are woken by vLLM's own notification. The processes
+that vLLM spawns import the main module again, and with it this one, so it is so in each of them.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from raykv.config.cluster_spec import ClusterSpec
 from raykv.launch import up as launch
 from raykv.launch.spec_file import spec_from
 from tests.support.process import free_ports
+from tests.support.waiting import eventually
 
 VLLM = [sys.executable, "-m", "tests.support.quiet_vllm", "serve"]
 OPTIONS = {
@@ -82,13 +84,7 @@ def spec(
     return spec_from(json.dumps(raw))
 
 
-def until(what: Callable[[], Any], why: str, timeout_s: float = 900.0) -> Any:
-    """What `what` gives, as soon as it gives something."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := what()):
-        assert time.monotonic() < deadline, why
-        time.sleep(0.2)
-    return value
+until = partial(eventually, patience_s=900.0)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,10 @@ from raykv.types import Rank
 from tests.support.fake_model import chain, continuation, slots
 from tests.support.fake_worker import Result
 from tests.support.in_process_store import InProcessStore
+from tests.support.waiting import eventually
 
 BLOCK = 16
 PATIENCE_S = 30.0
-
-
-def wait(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
 
 
 def block_hashes(tokens: list[int]) -> Sequence[bytes]:
@@ -57,7 +50,7 @@ class RealStore:
 
     def new_asker(self, options: Any, engine: Any) -> StoreAsker:
         asker = StoreAsker(self.process, engine, self.limit_s, wait_s=tier_setup.hand_over_s(options))
-        wait(lambda: asker.up, "the store to answer")
+        eventually(lambda: asker.up, "the store to answer")
         self.askers.append(asker)
         return asker
 
@@ -77,8 +70,8 @@ class RealStore:
 
     def check_empty(self) -> None:
         """Nothing is owed to it, and no slot is lost."""
-        wait(lambda: self.status().leases == 0, "all leases to be given back")
-        wait(lambda: all(tier.writing == 0 for tier in self.status().tiers), "all jobs to be settled")
+        eventually(lambda: self.status().leases == 0, "all leases to be given back")
+        eventually(lambda: all(tier.writing == 0 for tier in self.status().tiers), "all jobs to be settled")
         self.process.call("check_integrity", timeout=PATIENCE_S)
 
     # -- every slot read back -------------------------------------------------------------------------------
