@@ -35,7 +35,7 @@ from benchmarks.timed import SCHEDULER_HOOKS
 from raykv.connector import start_up
 from raykv.connector.desk_link import DeskLink
 from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta
-from raykv.types import Rank
+from raykv.types import Incarnation, Rank
 from tests.support.configs import example_child, multi
 from tests.support.fake_config import kv_cache_config, vllm_config
 
@@ -132,7 +132,9 @@ class Decoding:
         output = self._scheduler.schedule()
         scheduled = list(output.num_scheduled_tokens)
         made = ModelRunnerOutput(scheduled, {n: i for i, n in enumerate(scheduled)}, [[7] for _ in scheduled])
-        made.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=_worker_meta(output.kv_connector_metadata))
+        made.kv_connector_output = KVConnectorOutput(
+            kv_connector_worker_meta=_worker_meta(output.kv_connector_metadata)
+        )
         self._scheduler.update_from_output(output, made)
         self.hooks.end_step()
 
@@ -153,7 +155,7 @@ def run(rounds: int, running: Sequence[int], steps: int = STEPS) -> dict[str, di
     found: dict[str, dict[int, Times]] = {name: {count: [] for count in running} for name in VARIANTS}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(start_up, "RayHostWatch", lambda *_, **__: SimpleNamespace(connect=_nothing, statuses=_none))
+        patch.setattr(start_up, "RayHostWatch", lambda *_, **__: SimpleNamespace(connect=_nothing, statuses=_alive))
         patch.setattr(DeskLink, "start", lambda link: None)
         engines = {}
         for name, module in VARIANTS.items():
@@ -164,6 +166,7 @@ def run(rounds: int, running: Sequence[int], steps: int = STEPS) -> dict[str, di
             for count in running:
                 for name in sorted(engines, reverse=bool(number % 2)):
                     gc.collect()
+                    gc.freeze()  # as vLLM's EngineCore does
                     found[name][count] += engines[name].decode(count, steps)
     return found
 
@@ -172,14 +175,20 @@ def _nothing() -> None:
     """There is no cluster to join."""
 
 
-def _none(*_: Any) -> list[Any]:
-    return []
+def _alive(*_: Any) -> list[Any]:
+    """Each child has its first host."""
+    return [SimpleNamespace(incarnation=Incarnation(0), registered=True, handshake=None)]
 
 
 def summary(times: Times) -> dict[str, float]:
     wall, cpu = [one[0] for one in times], [one[1] for one in times]
     first, _, third = quantiles(wall, n=4)
     return {"median_s": median(wall), "q1_s": first, "q3_s": third, "cpu_s": median(cpu), "count": len(times)}
+
+
+def _cell(one: dict[str, float]) -> str:
+    middle, first, third, cpu = (f"{1e6 * one[name]:.0f}" for name in ("median_s", "q1_s", "q3_s", "cpu_s"))
+    return f"{middle} ({first} to {third}), {cpu}"
 
 
 def main() -> None:
@@ -197,10 +206,7 @@ def main() -> None:
     for column in ("running requests", *VARIANTS, "RayKV / vLLM"):
         table.add_column(column, justify="right")
     for count in options.running:
-        cells = [
-            f"{1e6 * one['median_s']:.0f} ({1e6 * one['q1_s']:.0f} to {1e6 * one['q3_s']:.0f}), {1e6 * one['cpu_s']:.0f}"
-            for one in (result[name][count] for name in VARIANTS)
-        ]
+        cells = [_cell(result[name][count]) for name in VARIANTS]
         ratio = result["RayKV"][count]["median_s"] / result["vLLM"][count]["median_s"]
         table.add_row(str(count), *cells, f"{ratio:.2f}")
     Console().print(table)

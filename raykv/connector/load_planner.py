@@ -242,7 +242,9 @@ class LoadPlanner:
 
     def retry(self) -> list[RequestId]:
         """Go on with the open searches, before the step is taken. Returns the loads that are lost."""
-        lost = []
+        lost: list[RequestId] = []
+        if not self.retries:
+            return lost
         for found in self.retries.poll(self._ask, self._may_load):
             request_id = RequestId(found.request.request_id)
             blocks = self._manager.get_blocks(request_id)
@@ -286,11 +288,11 @@ class LoadPlanner:
         self._unproven.step_planned()
         return step
 
-    def step_planned(self, tokens: int, idle: bool) -> None:
+    def step_planned(self, tokens: int, idle: bool, now: float) -> None:
         """`tokens`: of prompts, that the step computes; `idle`: it runs nothing, and nothing that could free a block
-        is under way."""
+        is under way; `now`: monotonic seconds."""
         self._stalls.step_planned(idle)
-        self.rates.step_begun(tokens, time.monotonic())
+        self.rates.step_begun(tokens, now)
 
     def step_ended(self) -> None:
         """The output of the oldest step without one has arrived."""

@@ -6,16 +6,16 @@ supports vLLM 0.32 and 0.33; `check_version` warns about others.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from raykv.config import ChildConfig, unknown_connector
 from raykv.errors import UnknownConnectorError
@@ -24,9 +24,47 @@ logger = logging.getLogger("raykv")
 
 TESTED_VERSIONS = ("0.32", "0.33")
 
-IDLE_WHEN_EMPTY = frozenset({"ExampleConnector", "LMCacheMPConnector", "NixlConnector", "NixlPullConnector"})
-"""Connectors whose worker half does nothing in a step whose metadata is the default-made one, so that the
-step needs no call. (NixlPush polls its own peers, so its steps are always sent.)"""
+EMPTY_HOOKS = (
+    "take_events",
+    "has_pending_push_work",
+    "has_pending_block_frees",
+    "get_kv_connector_stats",
+    "update_connector_output",
+)
+"""Hooks of a step that do nothing in the base class (`KVConnectorBase_V1`, 0.32): most children leave them so."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdleRule:
+    """When a connector's metadata asks nothing of its worker half: it says what the default-made one says.
+
+    `beside`: attributes that say nothing by themselves. `turn_every_s`: how often the worker half must have a turn all
+    the same, while steps are planned.
+    """
+
+    beside: frozenset[str] = frozenset()
+    turn_every_s: float = float("inf")
+
+    def asks_nothing(self, meta: Any, default: Mapping[str, Any]) -> bool:
+        """`default`: `said_by_default` of this class."""
+        said = vars(meta)
+        return said.keys() == default.keys() and all(
+            said[name] == value for name, value in default.items() if name not in self.beside
+        )
+
+
+_NIXL_IDLE = IdleRule(frozenset({"scheduler_clock"}), turn_every_s=0.01)
+
+IDLE_WHEN_EMPTY: Mapping[str, IdleRule] = {
+    "ExampleConnector": IdleRule(),
+    "LMCacheMPConnector": IdleRule(),
+    "NixlConnector": _NIXL_IDLE,
+    "NixlPullConnector": _NIXL_IDLE,
+}
+"""Connectors whose worker half has nothing to do where metadata is the default-made one, so that the step needs no
+call. NIXL stamps a clock on it, which only dates its deadlines; and a read that nobody waits for, of a prompt that was
+all there, goes out in the first turn after its handshake. (NixlPush polls its own peers, so its steps are always
+sent.)"""
 
 LOADS_IN_THE_HOOK = frozenset({"ExampleConnector"})
 """Connectors whose loads and saves end inside their hook, with no thread behind: an exception settles them."""
@@ -133,6 +171,27 @@ def filtered_output(output: Any, known: Any) -> Any:
     )
 
 
+def idle_rule(child: ChildConfig) -> IdleRule | None:
+    """When a step asks nothing of this child's worker half; None: that can't be told."""
+    return IDLE_WHEN_EMPTY.get(child.connector) if child.module_path is None else None
+
+
+def said_by_default(meta: Any) -> dict[str, Any]:
+    """The attributes of a default-made metadata object of this one's class."""
+    return dict(vars(type(meta)()))
+
+
+def own_hooks(connector: Any) -> frozenset[str]:
+    """Those of `EMPTY_HOOKS` in which the connector is not the base class's."""
+    if connector is None:
+        return frozenset()
+    return frozenset(
+        name
+        for name in EMPTY_HOOKS
+        if getattr(getattr(connector, name), "__func__", None) is not getattr(KVConnectorBase_V1, name)
+    )
+
+
 def pool_blocks(block_pool: Any, block_ids: Sequence[int]) -> list[Any]:
     """The pool's block objects; null blocks are left out, they have no owner (`BlockPool.blocks`, 0.32)."""
     blocks = block_pool.blocks
@@ -155,6 +214,8 @@ def as_if_computed(blocks: Any, end: int, block_sizes: Sequence[int]) -> Any:
 
 def prompt_tokens(output: Any) -> int:
     """The tokens of prompts that a `SchedulerOutput` has computed (fields as of 0.32): a decode is one token."""
+    if output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
+        return 0  # each request has one
     return sum(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
 
 
@@ -198,17 +259,6 @@ def saved_tokens(metadata: Any, block_size: int) -> int:
 def is_status(request: Any, name: str) -> bool:
     """`request.status` compared by name, so that pure code need not import vLLM's enum."""
     return request.status.name == name
-
-
-@contextlib.contextmanager
-def params_of(request: Any, params: dict[str, Any] | None) -> Iterator[None]:
-    """Swap a request's `kv_transfer_params` while a child is called, so that it sees its own copy."""
-    original = request.kv_transfer_params
-    request.kv_transfer_params = params
-    try:
-        yield
-    finally:
-        request.kv_transfer_params = original
 
 
 def parallel_ranks() -> Mapping[str, tuple[int, tuple[int, ...]]]:
