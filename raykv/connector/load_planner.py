@@ -6,6 +6,7 @@ EngineCore's thread only, as all of the scheduler half.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -32,6 +33,8 @@ from raykv.types import Attempt, RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = logging.getLogger("raykv")
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class LoadPlanner:
         self.retries = LoadRetries(children, self._any_range, self._limits)
         self._no_loads = vllm_compat.why_no_loads(vllm_config)
         if self._no_loads:
-            vllm_compat.logger.warning("no child loads anything: %s", self._no_loads)
+            logger.warning("no child loads anything: %s", self._no_loads)
         self._stalls = StallWatch()
         self._unproven = UnprovenBlocks(self._block_size)
         self.rates = LoadCost()

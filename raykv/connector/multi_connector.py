@@ -28,7 +28,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from raykv.connector import desk_setup, start_up, vllm_compat
 from raykv.connector.chain_door import ChainDoor
 from raykv.connector.desk_link import DeskLink
-from raykv.connector.engine_wake import find_waker
 from raykv.connector.metadata import RayMultiHandshake, RayMultiMetadata
 from raykv.connector.scheduler_half import SchedulerHalf
 from raykv.connector.stats import RayMultiStats
@@ -120,7 +119,7 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.bind(kv_cache_manager)
         if self._recovery is not None:
             self._recovery.start(kv_cache_manager)
-            self._scheduler.chain.wake_by(find_waker())
+            self._scheduler.chain.wake_by(vllm_compat.find_waker())
         if self._desk is not None:
             self._desk.start()
 

@@ -166,9 +166,13 @@ class SchedulerChild:
         """Whether this metadata asks nothing of the worker half, for classes where that can be told."""
         if self._idle_rule is None:
             return False
-        if self._idle_metadata is None:
-            self._idle_metadata = vllm_compat.said_by_default(meta)
-        return self._idle_rule.asks_nothing(meta, self._idle_metadata)
+        try:
+            if self._idle_metadata is None:
+                self._idle_metadata = vllm_compat.said_by_default(meta)
+            return self._idle_rule.asks_nothing(meta, self._idle_metadata)
+        except TypeError:  # another version's class, of another shape
+            self._idle_rule = None
+            return False
 
     def has_turn(self, now: float) -> bool:
         """Whether the worker half is to have its turn although nothing is asked of it. Ask in a step without a plan

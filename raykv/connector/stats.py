@@ -6,6 +6,7 @@ They travel from the scheduler half to vLLM's front end as plain data, so the na
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +17,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from raykv.connector import vllm_compat
 from raykv.connector.scheduler_child import ChildState, SchedulerChild
 from raykv.core.ledger import Drop, Ledger, Settled
 from raykv.core.lookups import LookupBook
 from raykv.messages import REMOVED, REPLACED, ChildEvent, ChildIndex, EventKind
 from raykv.types import Rank, RequestId, StepId
+
+logger = logging.getLogger("raykv")
 
 WHOLE = ""
 """Where a child's name stands: what is of the engine and not of one child, its counters named by `joined`."""
@@ -140,7 +142,7 @@ class SchedulerCounters:
         self._counters[child.index]["sync_loads_refused"] += 1
         if child.index not in self._refused:
             self._refused.add(child.index)
-            vllm_compat.logger.warning("hits of child %s are not used: it loads synchronously, but %s", child.name, why)
+            logger.warning("hits of child %s are not used: it loads synchronously, but %s", child.name, why)
 
     def planned(self, child: SchedulerChild, step: StepId, tokens: int) -> None:
         if tokens:
