@@ -31,6 +31,7 @@ from raykv.connector.vllm_compat.engine import (
     no_sleep_mode,
     parallel_ranks,
     portable_vllm_config,
+    share_vllms_log,
     why_no_loads,
     windowed_groups,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "said_by_default",
     "saved_tokens",
     "settles_in_hook",
+    "share_vllms_log",
     "silent_refusal",
     "why_no_loads",
     "windowed_groups",

@@ -23,6 +23,15 @@ def check_version() -> None:
         logger.warning("RayKV is tested with vLLM %s; this is %s.", " and ".join(TESTED_VERSIONS), vllm.__version__)
 
 
+def share_vllms_log() -> None:
+    """RayKV's messages go where vLLM's go: its logger has vLLM's handlers, unless somebody gave it its own."""
+    vllms = logging.getLogger("vllm")
+    if not logger.handlers and vllms.handlers:
+        logger.handlers = list(vllms.handlers)
+        logger.setLevel(vllms.level)
+        logger.propagate = False
+
+
 def child_vllm_config(vllm_config: VllmConfig, child: ChildConfig, engine_id: str | None = None) -> VllmConfig:
     """A copy of the engine's config as the child alone would see it, under `engine_id` if given."""
     kwargs = dict(child.kv_transfer_kwargs())
