@@ -96,7 +96,7 @@ def own_hooks(connector: Any) -> frozenset[str]:
     return frozenset(
         name
         for name in EMPTY_HOOKS
-        if getattr(getattr(connector, name), "__func__", None) is not getattr(KVConnectorBase_V1, name)
+        if getattr(getattr(connector, name, None), "__func__", None) is not getattr(KVConnectorBase_V1, name)
     )
 
 
