@@ -94,10 +94,6 @@ class BlockPins:
     # -- questions ------------------------------------------------------------------------------------------
 
     @property
-    def closing(self) -> int:
-        return self._table.closing
-
-    @property
     def any_closing(self) -> bool:
         return self._table.any_closing
 
