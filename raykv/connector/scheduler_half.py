@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-
 from raykv.config import MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.block_pins import BlockPins
@@ -23,6 +21,7 @@ from raykv.connector.chain_views import ChainViews
 from raykv.connector.events import tagged
 from raykv.connector.load_planner import LoadPlanner, StepLoads
 from raykv.connector.metadata import RayMultiMetadata
+from raykv.connector.request_ends import RequestEnds
 from raykv.connector.roster import Roster
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import RayMultiStats, SchedulerCounters
@@ -64,7 +63,6 @@ class SchedulerHalf:
         self._any_hosted_saves = any(child.hosted and child.saves for child in children)
         self._step = StepId(-1)
         self._requests: dict[RequestId, Request] = {}
-        self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
         self._plans = StepPlans(self._ledger, self.loads, self._params, self._counters, self._block_size)
         self._reports = StepReports(
             self.children,
@@ -76,6 +74,7 @@ class SchedulerHalf:
             self._requests,
             self.chain.started,
         )
+        self._ends = RequestEnds(self.children, self._ledger, self._pins, self._params, self._plans, self._reports)
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
@@ -192,34 +191,7 @@ class SchedulerHalf:
         """Returns the merged `kv_transfer_params`. vLLM may always free now: the pins hold what is needed."""
         request_id = RequestId(request.request_id)
         told = self.loads.stories.finish(request, self.children, self.loads.rates.prefill_rate)
-        returned: list[tuple[str, dict | None]] = []
-        owed = []
-        for child in self.children:
-            if child.may_still_read(request_id):
-                owed.append(child)  # until the death of its hosts, which is on the way
-            if request_id not in child.known:
-                continue
-            child.faulted = False
-            with self._params.of(child.index, request):
-                nothing: tuple[bool, dict | None] = (False, None)
-                delay, params = child.call(
-                    "request_finished", lambda c: _finish(c, request, block_ids), nothing, also_paused=True
-                )
-            returned.append((child.name, params))
-            if child.faulted:
-                child.distrust()  # it could not say whether it still reads
-            if delay or child.faulted or child.index in self._partial_tails.get(request_id, ()):
-                owed.append(child)
-        for child in owed:
-            self._ledger.open_send(request_id, child.index, child.incarnations, time.monotonic())
-            if child.place.planned:  # else no plan can tell of it, and its end is under way
-                self._plans.owe(child, request_id)
-            self._reports.expect(child.deaths())
-        self._ledger.request_ended(request_id)
-        if owed:
-            self._pins.hold(request_id, block_ids)
-        self._partial_tails.pop(request_id, None)
-        self._pins.close(request_id, self._fence(), [c.index for c in owed])
+        returned = self._ends.finished(request, block_ids, self._fence)
         self.loads.forget(request_id)
         self._requests.pop(request_id, None)
         self._counters.ended(request_id)
@@ -229,19 +201,8 @@ class SchedulerHalf:
     def finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], offloads: list[tuple[int, int, int]]
     ) -> None:
-        """Called just before `request_finished`: a child that takes the sources owes a send for them."""
-        request_id = RequestId(request.request_id)
-        for child in self.children:
-            if request_id in child.known and child.call(
-                "register_finished_partial_tail",
-                lambda c: c.register_finished_partial_tail(request, block_ids, offloads),
-                False,
-            ):
-                self._partial_tails.setdefault(request_id, set()).add(child.index)
-        if request_id in self._partial_tails:
-            self._pins.hold(request_id, block_ids)
-            for group, block_id, _ in offloads:
-                self._pins.add(request_id, group, [block_id])
+        """Called just before `request_finished`."""
+        self._ends.partial_tail(request, block_ids, offloads)
 
     # -- changes of the chain (`chain_changes.Engine`) --------------------------------------------------------
 
@@ -342,10 +303,3 @@ class SchedulerHalf:
     def quiet(self) -> bool:
         """Nothing owed and nothing pinned."""
         return not (self._pins.pinned() or self._ledger.unsettled)
-
-
-def _finish(connector: Any, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
-    """A child without HMA support is only allowed where there is one group."""
-    if supports_hma(connector):
-        return connector.request_finished_all_groups(request, block_ids)
-    return connector.request_finished(request, block_ids[0])
