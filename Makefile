@@ -41,7 +41,7 @@ bench: setup  ## hook time and TTFT against vLLM's own MultiConnector
 	$(PY) -m benchmarks.run
 
 parts: setup  ## benchmarks of single parts: look-ups, copies, Directory, peer reads, router (minutes)
-	@for part in lookups storage directory peer peer_ttft router metrics; do $(PY) -m benchmarks.$$part || exit 1; done
+	@for part in lookups storage directory peer peer_ttft router metrics hooks; do $(PY) -m benchmarks.$$part || exit 1; done
 
 soak: setup  ## the long tests, and the unit tests with twenty times as many random examples, new ones
 	RAYKV_EXAMPLES=new $(PY) -m pytest tests -m 'not process and not vllm and not ray and not engine and not soak'

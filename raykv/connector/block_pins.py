@@ -7,7 +7,7 @@ call that decides so, in EngineCore's thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raykv.connector import vllm_compat
@@ -30,7 +30,7 @@ class BlockPins:
 
     # -- taking ---------------------------------------------------------------------------------------------
 
-    def grow(self, output: Any, fence: Fence) -> None:
+    def grow(self, output: Any, fence: Callable[[], Fence]) -> None:
         """Pin what a step gives to its requests. A request that starts again has lost its older blocks."""
         for new in output.scheduled_new_reqs:
             self._start(RequestId(new.req_id), new.block_ids, fence)
@@ -44,8 +44,9 @@ class BlockPins:
             elif self._table.is_open(request):
                 self._add_groups(request, block_ids)
 
-    def _start(self, request: RequestId, block_ids: Sequence[Sequence[int]], fence: Fence) -> None:
-        self._table.close(request, fence)
+    def _start(self, request: RequestId, block_ids: Sequence[Sequence[int]], fence: Callable[[], Fence]) -> None:
+        if self._table.is_open(request):
+            self._table.close(request, fence())
         self._add_groups(request, block_ids)
 
     def hold(self, request: RequestId, block_ids: Sequence[Sequence[int]]) -> None:
@@ -63,19 +64,19 @@ class BlockPins:
 
     # -- giving back ----------------------------------------------------------------------------------------
 
-    def close_preempted(self, requests: Mapping[RequestId, Any], fence: Fence) -> None:
-        """Requests that vLLM preempted in this step no longer hold their blocks."""
-        for request_id in self._table.open_requests():
+    def step_planned(self, output: Any, requests: Mapping[RequestId, Any], fence: Callable[[], Fence]) -> None:
+        """Requests that vLLM preempted in this step no longer hold their blocks, and blocks behind a sliding window
+        that only pins still hold are on their way out. `requests`: those that live."""
+        # One that runs in this step was not preempted in it, so there is nothing to look at for most.
+        for request_id in self._table.open_but(output.num_scheduled_tokens):
             request = requests.get(request_id)
             if request is not None and vllm_compat.is_status(request, "PREEMPTED"):
-                self._table.close(request_id, fence)
-
-    def trim(self, output: Any, fence: Fence) -> None:
-        """Blocks behind a sliding window that only pins still hold are on their way out."""
+                self._table.close(request_id, fence())
         if self._windowed:
+            now = fence()
             for request_id in output.num_scheduled_tokens:
                 for group in self._windowed:
-                    self._table.trim(RequestId(request_id), group, fence)
+                    self._table.trim(RequestId(request_id), group, now)
 
     def close(self, request: RequestId, fence: Fence, sends: Iterable[ChildIndex]) -> None:
         """The request has ended; `sends` are the children that still read its blocks."""
@@ -93,8 +94,8 @@ class BlockPins:
     # -- questions ------------------------------------------------------------------------------------------
 
     @property
-    def closing(self) -> int:
-        return self._table.closing
+    def any_closing(self) -> bool:
+        return self._table.any_closing
 
     def waits_for(self, child: ChildIndex) -> bool:
         return self._table.waits_for(child)

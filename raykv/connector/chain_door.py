@@ -15,7 +15,7 @@ from typing import Any
 from raykv.config import ChildConfig, RunMode
 from raykv.config.reader import show
 from raykv.config.tiers import parse_tiers
-from raykv.connector import start_up, vllm_compat
+from raykv.connector import start_checks, start_up, vllm_compat
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.engine_messages import ChainOrder
 from raykv.errors import ConfigError
@@ -32,8 +32,8 @@ class ChainDoor:
         (`requires_kv_delivery`)."""
         self._vllm_config, self._kv_cache_config, self._delivers = vllm_config, kv_cache_config, delivers
         transfer = vllm_config.kv_transfer_config
-        self._layout = start_up.required_layout(vllm_config)
-        self._piecewise = start_up.any_inline_needs_piecewise(transfer.kv_connector_extra_config)
+        self._layout = start_checks.required_layout(vllm_config)
+        self._piecewise = start_checks.any_inline_needs_piecewise(transfer.kv_connector_extra_config)
 
     def check(
         self, order: ChainOrder, chain: Sequence[SchedulerChild], index: ChildIndex
@@ -44,8 +44,8 @@ class ChainDoor:
         others = [dict(child.raw) for child in chain]
         transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, "connectors": [*others, raw]}
         try:
-            config, classes = start_up.parsed(transfer)
-            start_up.check_chain(config, classes, self._vllm_config, self._kv_cache_config)
+            config, classes = start_checks.parsed(transfer)
+            start_checks.check_chain(config, classes, self._vllm_config, self._kv_cache_config)
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"connectors[{len(others)}]", "the new child")) from error
         child = config.children[-1]

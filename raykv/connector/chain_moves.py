@@ -83,6 +83,8 @@ class ChainMoves:
 
     def take_changes(self) -> tuple[Change, ...]:
         """What the workers are to do, with the step that is being planned."""
+        if not self._changes:
+            return ()
         changes = tuple(self._changes)
         self._changes.clear()
         return changes

@@ -37,6 +37,10 @@ class EventJoin:
     def __init__(self) -> None:
         self._waiting: dict[StepId, dict[Rank, Any]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether events wait for a rank."""
+        return bool(self._waiting)
+
     def add(self, part: EventPart) -> None:
         ranks = self._waiting.setdefault(part.step, {})
         if part.rank in ranks:

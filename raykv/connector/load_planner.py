@@ -6,6 +6,7 @@ EngineCore's thread only, as all of the scheduler half.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raykv.config import LoadPolicy, MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.load_retries import LoadRetries
+from raykv.connector.load_rights import LoadRights
 from raykv.connector.plan_stories import Answered, PlanStories
 from raykv.connector.roster import Roster
 from raykv.connector.scheduler_child import SchedulerChild
@@ -32,6 +34,8 @@ from raykv.types import Attempt, RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = logging.getLogger("raykv")
 
 
 @dataclass(slots=True)
@@ -66,15 +70,12 @@ class LoadPlanner:
         self.chain_changed()
         self.lookups = LookupBook(config.load_policy, self._limits, self._block_size, self._any_range)
         self.retries = LoadRetries(children, self._any_range, self._limits)
-        self._no_loads = vllm_compat.why_no_loads(vllm_config)
-        if self._no_loads:
-            vllm_compat.logger.warning("no child loads anything: %s", self._no_loads)
         self._stalls = StallWatch()
+        self._rights = LoadRights(vllm_config, ledger, self._stalls)
         self._unproven = UnprovenBlocks(self._block_size)
         self.rates = LoadCost()
         self._cost = self.rates if config.load_cost else None
         self.stories = PlanStories(vllm_config, config.stories)
-        self._passed: dict[RequestId, set[ChildIndex]] = {}
         self._planned: dict[RequestId, tuple[Part, ...]] = {}
         self.step = StepLoads()
         self._manager: Any = None
@@ -102,14 +103,13 @@ class LoadPlanner:
     def look_up(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's `get_num_new_matched_tokens`."""
         self.stories.asks(request, computed)
-        if self._no_loads:
+        if self._rights.no_loads:
             return 0, False
         if self._unproven.shared_by(request, computed):
             return None, False
         request_id, now = RequestId(request.request_id), time.monotonic()
-        if request_id in self._passed and vllm_compat.is_status(request, "PREEMPTED"):
-            del self._passed[request_id]
-        eligible = {child.index: self._may_load(request_id, child) for child in self._children if child.place.asked}
+        self._rights.asked(request)
+        eligible = {c.index: self._rights.may_load(request_id, c) for c in self._children if c.place.asked}
         for index, base in self.lookups.to_ask(request_id, computed, request.num_tokens, eligible, now):
             if self._children[index].serves(request_id):
                 self.lookups.answer(request_id, index, self._ask(self._children[index], request, base))
@@ -120,15 +120,6 @@ class LoadPlanner:
         if choice.is_async:
             self._stalls.promised(request_id)
         return choice.tokens, choice.is_async
-
-    def _may_load(self, request: RequestId, child: SchedulerChild) -> bool:
-        return (
-            child.serves(request)
-            and child.config.options.load
-            and self._ledger.may_load(request, child.index)
-            and child.index not in self._passed.get(request, ())
-            and not self._stalls.is_withdrawn(request)
-        )
 
     def _ask(self, child: SchedulerChild, request: Request, computed: int) -> Answer:
         with self._params.of(child.index, request):
@@ -204,8 +195,7 @@ class LoadPlanner:
         child.faulted = False
         with self._params.of(child.index, request):
             child.call("update_state_after_alloc", lambda c: c.update_state_after_alloc(request, blocks, tokens), None)
-        if child.config.connector in vllm_compat.LOADS_AT_FIRST_ALLOCATION:
-            self._passed.setdefault(RequestId(request.request_id), set()).add(child.index)
+        self._rights.told(RequestId(request.request_id), child)
         if child.faulted:
             # What it planned for this step is in doubt, so nothing of it may run.
             self.step.doubtful.add(child.index)
@@ -234,7 +224,7 @@ class LoadPlanner:
     # -- a load that fails ----------------------------------------------------------------------------------
 
     def may_retry(self, request: RequestId, failed: Set[ChildIndex]) -> bool:
-        return self.retries.may_retry(request, failed, self._may_load)
+        return self.retries.may_retry(request, failed, self._rights.may_load)
 
     def begin_retry(self, request: Request, failed: Set[ChildIndex]) -> None:
         """The ledger waits for a retry of this load, or for its end."""
@@ -242,8 +232,10 @@ class LoadPlanner:
 
     def retry(self) -> list[RequestId]:
         """Go on with the open searches, before the step is taken. Returns the loads that are lost."""
-        lost = []
-        for found in self.retries.poll(self._ask, self._may_load):
+        lost: list[RequestId] = []
+        if not self.retries:
+            return lost
+        for found in self.retries.poll(self._ask, self._rights.may_load):
             request_id = RequestId(found.request.request_id)
             blocks = self._manager.get_blocks(request_id)
             for child in found.asked:
@@ -286,11 +278,11 @@ class LoadPlanner:
         self._unproven.step_planned()
         return step
 
-    def step_planned(self, tokens: int, idle: bool) -> None:
+    def step_planned(self, tokens: int, idle: bool, now: float) -> None:
         """`tokens`: of prompts, that the step computes; `idle`: it runs nothing, and nothing that could free a block
-        is under way."""
+        is under way; `now`: monotonic seconds."""
         self._stalls.step_planned(idle)
-        self.rates.step_begun(tokens, time.monotonic())
+        self.rates.step_begun(tokens, now)
 
     def step_ended(self) -> None:
         """The output of the oldest step without one has arrived."""
@@ -311,7 +303,7 @@ class LoadPlanner:
     def forget(self, request: RequestId) -> None:
         """The request has ended."""
         self.lookups.forget(request)
-        self._passed.pop(request, None)
+        self._rights.forget(request)
         self._planned.pop(request, None)
         self._stalls.taken(request)
         self.retries.forget(request)
@@ -323,27 +315,8 @@ class LoadPlanner:
         if not self.stories.is_new_pass(request):
             return None
         answers = self.lookups.answers(request)
-        return [Answered(child, answers.get(child.index), self._why_not(request, child)) for child in self._children]
-
-    def _why_not(self, request: RequestId, child: SchedulerChild) -> tuple[Why, str] | None:
-        """Why a child is not asked for this request, as `_may_load` decides it."""
-        if self._no_loads:
-            return Why.NOT_ASKED, self._no_loads
-        if not child.config.options.load or child.config.role == "kv_producer":
-            return Why.NOT_ASKED, "it is only saved to"
-        if not child.place.asked:
-            return Why.CHILD_OFF, f"it is {child.place.value}"
-        if not child.up:
-            return Why.CHILD_OFF, f"it is {child.state.value}"
-        if not child.serves(request):
-            return Why.CHILD_OFF, "it was off when the request came"
-        if not self._ledger.may_load(request, child.index):
-            return Why.FAILED, "an earlier load of this request failed there"
-        if child.index in self._passed.get(request, ()):
-            return Why.NOT_ASKED, "it loads at a request's first allocation only"
-        if self._stalls.is_withdrawn(request):
-            return Why.NOT_ASKED, "there was no room for the load beside the running requests"
-        return None
+        why_not = self._rights.why_not
+        return [Answered(child, answers.get(child.index), why_not(request, child)) for child in self._children]
 
 
 def any_range_children(children: Sequence[SchedulerChild], kv_cache_config: Any) -> set[ChildIndex]:

@@ -56,6 +56,10 @@ class LoadRetries:
         self._planned: dict[RequestId, tuple[Part, ...]] = {}
         self._open: dict[RequestId, _Retry] = {}
 
+    def __bool__(self) -> bool:
+        """Whether somebody is sought for."""
+        return bool(self._open)
+
     @property
     def _children(self) -> list[SchedulerChild]:
         return [child for child in self._chain if child.index in self._any_range]

@@ -25,10 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from raykv.connector import desk_setup, start_up, vllm_compat
+from raykv.connector import desk_setup, start_checks, start_up, vllm_compat
 from raykv.connector.chain_door import ChainDoor
 from raykv.connector.desk_link import DeskLink
-from raykv.connector.engine_wake import find_waker
 from raykv.connector.metadata import RayMultiHandshake, RayMultiMetadata
 from raykv.connector.scheduler_half import SchedulerHalf
 from raykv.connector.stats import RayMultiStats
@@ -48,7 +47,7 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = start_up.checked_config(vllm_config, kv_cache_config)
+        self._config = start_checks.checked_config(vllm_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._recovery: start_up.Recovery | None = None
@@ -79,12 +78,12 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True if an inline child needs it: hosted children take no part in the forward pass."""
-        return start_up.any_inline_needs_piecewise(extra_config)
+        return start_checks.any_inline_needs_piecewise(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout that the children require, if any. Raises ConfigError if they disagree."""
-        return start_up.required_layout(vllm_config)
+        return start_checks.required_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RayMultiStats:
@@ -120,7 +119,7 @@ class RayMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.bind(kv_cache_manager)
         if self._recovery is not None:
             self._recovery.start(kv_cache_manager)
-            self._scheduler.chain.wake_by(find_waker())
+            self._scheduler.chain.wake_by(vllm_compat.find_waker())
         if self._desk is not None:
             self._desk.start()
 
@@ -298,4 +297,4 @@ class MultiConnector(RayMultiConnector):
     @classmethod
     def all_children_support_hma(cls, kv_transfer_config: Any) -> bool:
         """Asked by vLLM of its own class only; here for those who ask RayKV's."""
-        return all(supports_hma(c) for c in start_up.child_classes(kv_transfer_config).values())
+        return all(supports_hma(c) for c in start_checks.child_classes(kv_transfer_config).values())

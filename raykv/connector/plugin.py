@@ -30,9 +30,9 @@ def _check_configs_early(factory: Any) -> None:
 
     def supports_hma_config(cls: Any, kv_transfer_config: Any) -> Any:
         if _is_ours(kv_transfer_config):
-            from raykv.connector import start_up
+            from raykv.connector import start_checks
 
-            start_up.check_json(kv_transfer_config)
+            start_checks.check_json(kv_transfer_config)
         return ask(cls, kv_transfer_config)
 
     supports_hma_config.checks_raykv = True  # type: ignore[attr-defined]

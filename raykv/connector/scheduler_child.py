@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from raykv.config import MAX_RETRY_S, ChildConfig, RunMode
 from raykv.connector import vllm_compat
-from raykv.connector.metadata import dump
 from raykv.core.chain import Move, Place, after
 from raykv.core.faults import FaultWindow
 from raykv.messages import ChildEvent, EventKind
@@ -82,14 +81,20 @@ class SchedulerChild:
         self._last_planned = NEVER
         self.must_retire = False
         self.faulted = False
-        self._connector: KVConnectorBase_V1 | None = connector
         self._lock = threading.RLock()
         self._paused_until = 0.0
         self._offered: tuple[KVConnectorBase_V1, tuple[Incarnation, ...]] | None = None
         options = config.options
         self._faults = FaultWindow(options.max_faults, options.fault_window_s, options.retry_s, MAX_RETRY_S)
-        self._empty_metadata: bytes | None = None
-        self._may_idle = config.module_path is None and config.connector in vllm_compat.IDLE_WHEN_EMPTY
+        self._idle_rule = vllm_compat.idle_rule(config) if self.hosted else None
+        self._idle_metadata: dict[str, Any] | None = None
+        self._idle_turn_at = 0.0
+        self._connector: KVConnectorBase_V1 | None = None
+        self._own_hooks: frozenset[str] = frozenset()
+        self._install(connector)
+
+    def _install(self, connector: KVConnectorBase_V1 | None) -> None:
+        self._connector, self._own_hooks = connector, vllm_compat.own_hooks(connector)
 
     # -- calling --------------------------------------------------------------------------------------------
 
@@ -110,6 +115,11 @@ class SchedulerChild:
             except Exception as error:
                 self._fault(hook, error)
                 return default
+
+    def does(self, hook: str) -> bool:
+        """Whether the child has a hook of its own here, of those in `vllm_compat.EMPTY_HOOKS`. The base class's does
+        nothing, so that whoever asks in each step need not call it."""
+        return hook in self._own_hooks
 
     def _fault(self, hook: str, error: Exception) -> None:
         self.faulted = True
@@ -152,17 +162,25 @@ class SchedulerChild:
         seen = vllm_compat.filtered_output(output, lambda r: r in self.known and r not in self.muted)
         return replace(seen, finished_req_ids={r for r in output.finished_req_ids if r in self.known})
 
-    def is_idle(self, meta: Any, meta_bytes: bytes) -> bool:
+    def is_idle(self, meta: Any) -> bool:
         """Whether this metadata asks nothing of the worker half, for classes where that can be told."""
-        if not self._may_idle:
+        if self._idle_rule is None:
             return False
-        if self._empty_metadata is None:
-            try:
-                self._empty_metadata = dump(type(meta)())
-            except TypeError:
-                self._may_idle = False
-                return False
-        return meta_bytes == self._empty_metadata
+        try:
+            if self._idle_metadata is None:
+                self._idle_metadata = vllm_compat.said_by_default(meta)
+            return self._idle_rule.asks_nothing(meta, self._idle_metadata)
+        except TypeError:  # another version's class, of another shape
+            self._idle_rule = None
+            return False
+
+    def has_turn(self, now: float) -> bool:
+        """Whether the worker half is to have its turn although nothing is asked of it. Ask in a step without a plan
+        for it only."""
+        if self._idle_rule is None or now < self._idle_turn_at:
+            return False
+        self._idle_turn_at = now + self._idle_rule.turn_every_s
+        return True
 
     # -- going down and coming back -------------------------------------------------------------------------
 
@@ -208,7 +226,8 @@ class SchedulerChild:
     def detach(self) -> KVConnectorBase_V1 | None:
         """Take the old object out, to be shut down."""
         with self._lock:
-            connector, self._connector = self._connector, None
+            connector = self._connector
+            self._install(None)
             return connector
 
     def offer(self, connector: KVConnectorBase_V1, incarnations: tuple[Incarnation, ...]) -> None:
@@ -225,7 +244,8 @@ class SchedulerChild:
         if self._offered is None:
             return None
         with self._lock:
-            self._connector, incarnations = self._offered
+            connector, incarnations = self._offered
+            self._install(connector)
             self._offered = None
             old, self.incarnations = self.incarnations, incarnations
             self.state = ChildState.UP

@@ -7,39 +7,40 @@ vLLM's block pool. It runs in EngineCore's thread only.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-from vllm.v1.outputs import KVConnectorOutput
 
 from raykv.config import MultiConfig
 from raykv.connector import vllm_compat
 from raykv.connector.block_pins import BlockPins
 from raykv.connector.chain_changes import ChainChanges
 from raykv.connector.chain_views import ChainViews
-from raykv.connector.events import EventJoin, tagged
+from raykv.connector.events import tagged
 from raykv.connector.load_planner import LoadPlanner, StepLoads
-from raykv.connector.metadata import RayMultiMetadata, RayMultiWorkerMeta, dump
+from raykv.connector.metadata import RayMultiMetadata
+from raykv.connector.request_ends import RequestEnds
 from raykv.connector.roster import Roster
 from raykv.connector.scheduler_child import SchedulerChild
 from raykv.connector.stats import RayMultiStats, SchedulerCounters
+from raykv.connector.step_plans import StepPlans
+from raykv.connector.step_reports import StepReports
 from raykv.connector.transfer_params import ChildParams, merge_returned
 from raykv.core.chain import Place
 from raykv.core.idle_pause import IdlePause
-from raykv.core.ledger import Ledger, Settled
-from raykv.messages import REMOVED, REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind
-from raykv.types import Rank, RequestId, StepId
+from raykv.core.ledger import Ledger
+from raykv.messages import REPLACED, ChildEvent, ChildIndex, ChildPlan, EventKind
+from raykv.types import Incarnation, Rank, RequestId, StepId
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("raykv")
+PUSH_WORK = "has_pending_push_work"
 
 
 class SchedulerHalf:
@@ -62,12 +63,18 @@ class SchedulerHalf:
         self._any_hosted_saves = any(child.hosted and child.saves for child in children)
         self._step = StepId(-1)
         self._requests: dict[RequestId, Request] = {}
-        self._owed: dict[ChildIndex, list[RequestId]] = {}
-        self._echo: dict[RequestId, tuple[int, ...]] = {}
-        self._partial_tails: dict[RequestId, set[ChildIndex]] = {}
-        self._early_events: list[ChildEvent] = []
-        self._event_joins = {child.index: EventJoin() for child in self.children}
-        self._sync_failed = False
+        self._plans = StepPlans(self._ledger, self.loads, self._params, self._counters, self._block_size)
+        self._reports = StepReports(
+            self.children,
+            self._ledger,
+            self._pins,
+            self.loads,
+            self._params,
+            self._counters,
+            self._requests,
+            self.chain.started,
+        )
+        self._ends = RequestEnds(self.children, self._ledger, self._pins, self._params, self._plans, self._reports)
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
@@ -104,87 +111,53 @@ class SchedulerHalf:
         self._accept_rebuilt()
         self.chain.before_plans()
         self._step = StepId(self._step + 1)
+        forward = output.total_num_scheduled_tokens > 0
+        self._pause(forward)
+        now = time.monotonic()
+        if self._any_hosted_saves:
+            self._pins.grow(output, self._fence)
+        for request in self.loads.retry():
+            self._reports.load_lost(request)
+        plans = self._plan(output, self.loads.take_step(), now)
+        idle = not forward and not self._ledger.unsettled and not self._pins.any_closing
+        idle = idle and not self._childs_pins_free_soon()
+        self.loads.step_planned(vllm_compat.prompt_tokens(output), idle, now)
+        self._pins.step_planned(output, self._requests, self._fence)
+        self._params.forget_ended()
+        retire = self._retire(now)
+        changes = self.chain.after_plans()
+        self.views.step_planned(now)
+        echo, sync_failed = self._reports.take_echo(), self._reports.take_sync_failed()
+        return RayMultiMetadata(self._step, plans, forward, echo, retire, sync_failed, changes)
+
+    def _pause(self, forward: bool) -> None:
+        """An engine that runs no request comes again at once while something is not settled."""
         awaited = bool(self.loads.lookups) or self._ledger.unsettled_loads > 0
-        pause = self._idle_pause.before_step(not output.total_num_scheduled_tokens, awaited, time.monotonic())
+        pause = self._idle_pause.before_step(not forward, awaited, time.monotonic())
         if pause:
             time.sleep(pause)
-        if self._any_hosted_saves:
-            self._pins.grow(output, self._fence())
-        forward = output.total_num_scheduled_tokens > 0
+
+    def _plan(self, output: SchedulerOutput, begun: StepLoads, now: float) -> dict[ChildIndex, ChildPlan]:
         plans = {}
-        for request in self.loads.retry():
-            self._load_lost(request)
-        loads = self.loads.take_step()
         for child in self.children:
-            if child.place is not Place.UP and not self.chain.has_plan(child, partial(self._owes, child, loads)):
+            if child.place is not Place.UP and not self.chain.has_plan(child, partial(self._plans.owes, child, begun)):
                 child.ended(output.finished_req_ids)
                 continue
-            plan = self._plan(child, output, loads)
+            plan = self._plans.plan(child, output, begun, self._step, now)
             if plan is not None:
                 plans[child.index] = plan
                 if plan.meta is not None:  # else no host hears of this step
                     child.planned = self._step
-        idle = not forward and not self._ledger.unsettled and not self._pins.closing
-        idle = idle and not self._childs_pins_free_soon()
-        self.loads.step_planned(vllm_compat.prompt_tokens(output), idle)
-        self._pins.close_preempted(self._requests, self._fence())
-        self._pins.trim(output, self._fence())
-        self._params.forget_ended()
-        retire = {c.index for c in self.children if c.hosted and c.must_retire}
-        if not self._early_events:
+        return plans
+
+    def _retire(self, now: float) -> dict[ChildIndex, tuple[Incarnation, ...]]:
+        """The hosts that are to end: their child is in doubt, or has broken a promise."""
+        retire = {c.index for c in self.children if c.must_retire and c.hosted}
+        if not self._reports.expects:
             # Else a child has just come back, and what its old hosts owed is settled with this step's output only:
             # the new ones must not be ended for it.
-            retire |= self._ledger.overdue(
-                time.monotonic(), lambda index: self.children[index].config.options.promise_timeout_s
-            )
-        echo, self._echo = self._echo, {}
-        incarnations = {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
-        sync_failed, self._sync_failed = self._sync_failed, False
-        changes = self.chain.after_plans()
-        self.views.step_planned(time.monotonic())
-        return RayMultiMetadata(self._step, plans, forward, echo, incarnations, sync_failed, changes)
-
-    def _plan(self, child: SchedulerChild, output: SchedulerOutput, step: StepLoads) -> ChildPlan | None:
-        loads = tuple(step.orders.get(child.index, ()))
-        sync = step.sync.get(child.index, ())
-        owed = tuple(self._owed.pop(child.index, ()))
-        seen = child.view(output)
-        child.faulted = False
-        with self._params.of_all(child.index):
-            meta = child.call("build_connector_meta", lambda c: c.build_connector_meta(seen), None)
-        if child.faulted:
-            child.distrust()
-        finished = frozenset(RequestId(r) for r in seen.finished_req_ids)
-        if output.finished_req_ids:
-            child.ended(output.finished_req_ids)
-        data, idle = None, False
-        if meta is not None and child.index not in step.doubtful:
-            data = dump(meta)
-            quiet = not (loads or sync or owed or finished)
-            idle = quiet and child.hosted and child.is_idle(meta, data)
-            # While a load is open its child must be called in every step: NIXL, for one, begins a transfer in the
-            # first `start_load_kv` after its handshake.
-            if idle and not self._ledger.is_loading(child.index):
-                return None
-            self._counters.planned(child, self._step, vllm_compat.saved_tokens(meta, self._block_size))
-            self.loads.stories.saves(child.name, meta)
-        else:
-            if owed and child.hosted and child.up:
-                self._owed[child.index] = list(owed)  # no host hears of this step; those of dead ones end with them
-            if not (loads or sync or (owed and not child.hosted)):
-                return None
-        return ChildPlan(
-            meta=data,
-            incarnations=child.incarnations,
-            loads=loads,
-            sync_loads=tuple(request for request, _ in sync),
-            sync_blocks=tuple(block for _, blocks in sync for block in blocks),
-            owed_sends=owed,
-            finished=finished,
-            idle=idle,
-        )
-
-    # -- reports --------------------------------------------------------------------------------------------
+            retire |= self._ledger.overdue(now, lambda index: self.children[index].config.options.promise_timeout_s)
+        return {index: self.children[index].incarnations for index in retire if self.children[index].hosted}
 
     def _fence(self) -> dict[ChildIndex, StepId]:
         """What must be completed before a block that closes now may have another owner. Of a child that has ended on
@@ -192,74 +165,12 @@ class SchedulerHalf:
         return {c.index: c.planned for c in self.children if c.hosted and not c.all_ended}
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        assert meta is None or isinstance(meta, RayMultiWorkerMeta)
-        heard = self._ledger.echoed({RequestId(r) for r in output.finished_recving or ()})
         self._accept_rebuilt()
-        events = [*self._early_events, *(meta.events if meta else ())]
-        self._early_events = []
-        for event in events:
-            if event.kind is EventKind.DOWN:
-                self.children[event.child].host_died(event.rank, event.incarnation)
-                if event.detail == REMOVED:
-                    self.children[event.child].rank_ended(event.rank)
-        for (index, rank), start in meta.started.items() if meta else ():
-            self.chain.started(index, rank, start)
-        garbage = {event.request for event in events if event.kind is EventKind.SYNC_FAILED and event.request}
-        self._sync_failed |= bool(garbage)
-        self.loads.sync_failed(garbage)
-        settled = self._ledger.apply(events, self.loads.may_retry)
-        for request, failed in settled.retry.items():
-            self.loads.begin_retry(self._requests[request], failed)
-        for request in settled.echo:
-            self._load_lost(request)
-        for request, index in settled.sends:
-            self._pins.send_settled(request, index)
-        if meta is not None:
-            for (index, rank), step in meta.done.items():
-                done = self.children[index].done
-                done[rank] = max(done[rank], step)
-        self.loads.settled(settled)
-        self._counters.update(meta, events, settled)
-        self._pins.release({c.index: c.completed for c in self.children if c.hosted})
-        self._tell_children(output, meta, settled, heard)
-        # vLLM reads these right after this call: exactly the loads that it waits for, never a send.
-        output.finished_recving = (settled.tell | heard) or None
-        output.finished_sending = None
-        output.kv_connector_stats = None
-        output.kv_cache_events = None
-
-    def _load_lost(self, request: RequestId) -> None:
-        blocks, kept = self.loads.lost(request)
-        self._echo[request] = blocks
-        self._counters.failed(request, kept)
-
-    def _tell_children(
-        self, output: KVConnectorOutput, meta: RayMultiWorkerMeta | None, settled: Settled, heard: set[RequestId]
-    ) -> None:
-        """Each child hears of its own completions, statistics and metadata only, as if it were alone."""
-        for part in meta.kv_events if meta else ():
-            if part.child in self._event_joins:
-                self._event_joins[part.child].add(part)
-        for child in self.children:
-            mine = meta.outputs.get(child.index) if meta else None
-            # An inline child's ranks all report a step in that step.
-            events = self._event_joins[child.index].take(child.completed if child.hosted else self._step)
-            sends = {request for request, index in settled.sends if index == child.index}
-            received = {request for request, index in settled.ended if index == child.index}
-            if not (mine or events or sends or received or (meta and not child.hosted)):
-                continue
-            alone = copy.copy(output)
-            alone.finished_sending, alone.finished_recving = set(sends), set(received)
-            alone.kv_connector_worker_meta = mine.worker_meta if mine else None
-            alone.kv_cache_events = events
-            alone.kv_connector_stats = mine.stats if mine else None
-            with self._params.of_all(child.index):
-                child.call("update_connector_output", lambda c, o=alone: c.update_connector_output(o), None)  # type: ignore[misc]
+        self._reports.take(output, self._step)
 
     def _accept_rebuilt(self) -> None:
         for child in self.children:
-            if child.may_accept:
+            if child.has_offer and child.may_accept:
                 is_new = child.place is Place.STARTING
                 old = child.accept()
                 assert old is not None
@@ -268,10 +179,10 @@ class SchedulerHalf:
                 if is_new:
                     continue
                 # Their death was confirmed before the new ones started; its reports may still be on the way.
-                self._early_events += [
+                self._reports.expect(
                     ChildEvent(EventKind.DOWN, child.index, Rank(rank), incarnation, detail=REPLACED)
                     for rank, incarnation in enumerate(old)
-                ]
+                )
                 logger.info("child %s is up again", child.name)
 
     # -- the end of a request -------------------------------------------------------------------------------
@@ -280,34 +191,7 @@ class SchedulerHalf:
         """Returns the merged `kv_transfer_params`. vLLM may always free now: the pins hold what is needed."""
         request_id = RequestId(request.request_id)
         told = self.loads.stories.finish(request, self.children, self.loads.rates.prefill_rate)
-        returned: list[tuple[str, dict | None]] = []
-        owed = []
-        for child in self.children:
-            if child.may_still_read(request_id):
-                owed.append(child)  # until the death of its hosts, which is on the way
-            if request_id not in child.known:
-                continue
-            child.faulted = False
-            with self._params.of(child.index, request):
-                nothing: tuple[bool, dict | None] = (False, None)
-                delay, params = child.call(
-                    "request_finished", lambda c: _finish(c, request, block_ids), nothing, also_paused=True
-                )
-            returned.append((child.name, params))
-            if child.faulted:
-                child.distrust()  # it could not say whether it still reads
-            if delay or child.faulted or child.index in self._partial_tails.get(request_id, ()):
-                owed.append(child)
-        for child in owed:
-            self._ledger.open_send(request_id, child.index, child.incarnations, time.monotonic())
-            if child.place.planned:  # else no plan can tell of it, and its end is under way
-                self._owed.setdefault(child.index, []).append(request_id)
-            self._early_events += child.deaths()
-        self._ledger.request_ended(request_id)
-        if owed:
-            self._pins.hold(request_id, block_ids)
-        self._partial_tails.pop(request_id, None)
-        self._pins.close(request_id, self._fence(), [c.index for c in owed])
+        returned = self._ends.finished(request, block_ids, self._fence)
         self.loads.forget(request_id)
         self._requests.pop(request_id, None)
         self._counters.ended(request_id)
@@ -317,33 +201,14 @@ class SchedulerHalf:
     def finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], offloads: list[tuple[int, int, int]]
     ) -> None:
-        """Called just before `request_finished`: a child that takes the sources owes a send for them."""
-        request_id = RequestId(request.request_id)
-        for child in self.children:
-            if request_id in child.known and child.call(
-                "register_finished_partial_tail",
-                lambda c: c.register_finished_partial_tail(request, block_ids, offloads),
-                False,
-            ):
-                self._partial_tails.setdefault(request_id, set()).add(child.index)
-        if request_id in self._partial_tails:
-            self._pins.hold(request_id, block_ids)
-            for group, block_id, _ in offloads:
-                self._pins.add(request_id, group, [block_id])
+        """Called just before `request_finished`."""
+        self._ends.partial_tail(request, block_ids, offloads)
 
     # -- changes of the chain (`chain_changes.Engine`) --------------------------------------------------------
 
     def owes(self, child: SchedulerChild) -> bool:
         """Whether a load, a send or a plan of the child is open; of an inline child also what it says itself."""
-        return self._owes(child, self.loads.step)
-
-    def _owes(self, child: SchedulerChild, step: StepLoads) -> bool:
-        index = child.index
-        if self._ledger.owes(index) or index in self._owed or index in step.orders or index in step.sync:
-            return True
-        return not child.hosted and child.call(
-            "has_pending_push_work", lambda c: c.has_pending_push_work(), True, also_paused=True
-        )
+        return self._plans.owes(child, self.loads.step)
 
     def keeps_blocks(self, child: SchedulerChild) -> bool:
         """Whether blocks wait for the child, or one of its sends."""
@@ -359,16 +224,15 @@ class SchedulerHalf:
         # another child owes for it at its end is kept by the same pins.
         self._any_hosted_saves |= any(child.hosted and child.saves for child in self.children)
         for child in self.children:
-            if child.index not in self._event_joins:
-                self._event_joins[child.index] = EventJoin()
-                self._params.joined(child.index, child.name)
+            self._reports.joined(child)
+            self._params.joined(child.index, child.name)
         self.loads.chain_changed()
 
     def child_left(self, child: SchedulerChild) -> None:
         """Nothing of it is left."""
         self.children.remove(child)
-        self._owed.pop(child.index, None)
-        self._event_joins.pop(child.index, None)
+        self._plans.left(child)
+        self._reports.left(child)
         self._params.left(child.index)
         self._counters.left(child)
         self.chain_changed()
@@ -383,25 +247,29 @@ class SchedulerHalf:
         return any(
             child.call("has_pending_block_frees", lambda c: c.has_pending_block_frees(), False)
             for child in self.children
-            if not child.hosted
+            if not child.hosted and child.does("has_pending_block_frees")
         )
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests must keep stepping, for RayKV or for a child."""
-        if self._pins.closing or self._ledger.unsettled or self._echo or self._early_events or self._owed:
+        if self._pins.any_closing or self._ledger.unsettled or self._reports.pending or self._plans.any_owed:
             return True
         if self.chain.busy:
             return True
         return any(
-            child.has_offer or child.call("has_pending_push_work", lambda c: c.has_pending_push_work(), False)
+            child.has_offer or child.call(PUSH_WORK, lambda c: c.has_pending_push_work(), False)
             for child in self.children
+            if child.has_offer or child.does(PUSH_WORK)
         )
 
-    def take_events(self) -> Iterable[Any]:
-        for child in self.children:
-            none: list[Any] = []
-            events = child.call("take_events", lambda c: list(c.take_events()), none)
-            yield from (tagged(event, child.name) for event in events)
+    def take_events(self) -> list[Any]:
+        none: list[Any] = []
+        return [
+            tagged(event, child.name)
+            for child in self.children
+            if child.does("take_events")
+            for event in child.call("take_events", lambda c: list(c.take_events()), none)
+        ]
 
     def also_tell(self, missed: Mapping[tuple[str, str], int]) -> None:
         """Tokens that were missed, by child and reason, are in vLLM's statistics too. Another thread counts them."""
@@ -410,6 +278,8 @@ class SchedulerHalf:
     def take_stats(self) -> RayMultiStats | None:
         self.loads.step_ended()  # vLLM asks once for each step's output
         for child in self.children:
+            if not child.does("get_kv_connector_stats"):
+                continue
             stats = child.call("get_kv_connector_stats", lambda c: c.get_kv_connector_stats(), None)
             if stats is not None and not stats.is_empty():
                 self._counters.add_child_stats(child.index, stats)
@@ -433,10 +303,3 @@ class SchedulerHalf:
     def quiet(self) -> bool:
         """Nothing owed and nothing pinned."""
         return not (self._pins.pinned() or self._ledger.unsettled)
-
-
-def _finish(connector: Any, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
-    """A child without HMA support is only allowed where there is one group."""
-    if supports_hma(connector):
-        return connector.request_finished_all_groups(request, block_ids)
-    return connector.request_finished(request, block_ids[0])

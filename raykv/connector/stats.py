@@ -6,6 +6,7 @@ They travel from the scheduler half to vLLM's front end as plain data, so the na
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +17,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from raykv.connector import vllm_compat
 from raykv.connector.scheduler_child import ChildState, SchedulerChild
 from raykv.core.ledger import Drop, Ledger, Settled
 from raykv.core.lookups import LookupBook
 from raykv.messages import REMOVED, REPLACED, ChildEvent, ChildIndex, EventKind
 from raykv.types import Rank, RequestId, StepId
+
+logger = logging.getLogger("raykv")
 
 WHOLE = ""
 """Where a child's name stands: what is of the engine and not of one child, its counters named by `joined`."""
@@ -121,6 +123,8 @@ class SchedulerCounters:
         """The same of tokens that were missed, by child and reason."""
         self._told: Counter[str] = Counter()
         self._told_tokens = 0
+        self._totals: tuple[int, ...] = ()
+        self._standings: list[tuple[Any, ...]] = []
 
     def chosen(self, request: RequestId, child: SchedulerChild, tokens: int, is_async: bool) -> None:
         """A load was planned. It counts when it is known to have gone well."""
@@ -138,11 +142,16 @@ class SchedulerCounters:
         self._counters[child.index]["sync_loads_refused"] += 1
         if child.index not in self._refused:
             self._refused.add(child.index)
-            vllm_compat.logger.warning("hits of child %s are not used: it loads synchronously, but %s", child.name, why)
+            logger.warning("hits of child %s are not used: it loads synchronously, but %s", child.name, why)
 
     def planned(self, child: SchedulerChild, step: StepId, tokens: int) -> None:
         if tokens:
             self._saving.setdefault(child.index, []).append((step, tokens))
+
+    @property
+    def awaits_saves(self) -> bool:
+        """Whether saves were planned that have not been counted yet: their steps are not known to be completed."""
+        return any(self._saving.values())
 
     def ended(self, request: RequestId) -> None:
         load = self._sync_loads.pop(request, None)
@@ -201,7 +210,17 @@ class SchedulerCounters:
         self._refused.discard(child.index)
 
     def take(self, ledger: Ledger, lookups: LookupBook) -> RayMultiStats | None:
-        """What has changed since the last call; None if nothing."""
+        """What has changed since the last call; None if nothing, which is so in most steps and soon seen."""
+        totals = (ledger.failures.total(), ledger.dropped.total(), sum(lookups.timed_out.values()))
+        standings = [(c.state, c.place, c.incarnations, self.pids[c.index].get(Rank(0))) for c in self._children]
+        whole = self._take_whole()
+        changed = totals != self._totals or standings != self._standings
+        changed = changed or bool(whole or self._gone or self._own)
+        changed = changed or any(self._counters[child.index] for child in self._children)
+        self._totals, self._standings = totals, standings
+        return self._take_all(ledger, lookups, whole) if changed else None
+
+    def _take_all(self, ledger: Ledger, lookups: LookupBook, whole: dict[str, int]) -> RayMultiStats | None:
         data: dict[str, Any] = {}
         gone, self._gone = self._gone, []
         for child in [*gone, *self._children]:
@@ -234,7 +253,6 @@ class SchedulerCounters:
                 }
                 self._counters[child.index] = Counter()
                 self._last_gauges[child.index] = gauges
-        whole = self._take_whole()
         if whole:
             data[WHOLE] = {"connector": "", "module": None, "counters": whole, "gauges": {}, "own": None}
         return RayMultiStats(data=data) if data else None

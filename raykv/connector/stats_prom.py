@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from raykv.config import parse
 from raykv.connector import vllm_compat
 from raykv.connector.stats import BETWEEN, WHOLE
 from raykv.observe.names import CHILD_COUNTERS, CHILD_GAUGES, CHILD_TIMES, WHOLE_COUNTERS, seconds_name
+
+logger = logging.getLogger("raykv")
 
 CHILD_LABEL = "raykv_child"
 
@@ -73,7 +76,7 @@ class RayMultiPromMetrics(KVConnectorPromMetrics):
             try:
                 self._children[at] = self._made(child, KVConnectorFactory.get_connector_class(transfer), config)
             except Exception as error:  # a child without its metrics is a child all the same
-                vllm_compat.logger.warning("the child %s has no metrics of its own here: %s", child, error)
+                logger.warning("the child %s has no metrics of its own here: %s", child, error)
         return self._children[at]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

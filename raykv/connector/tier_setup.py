@@ -42,7 +42,7 @@ WHOLE_PREFIX = (FullAttentionSpec, MLAAttentionSpec, ChunkedLocalAttentionSpec)
 
 def checked_options(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[TierOptions, tuple[GroupLayout, ...]]:
     """The parsed config and the model's KV groups, after every check that needs no Ray. Raises ConfigError."""
-    start_up.share_vllms_log()
+    vllm_compat.share_vllms_log()
     vllm_compat.check_version()
     assert vllm_config.kv_transfer_config is not None
     options = parse_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config)

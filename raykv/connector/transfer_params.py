@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from raykv.connector import vllm_compat
 from raykv.connector.request_stories import without_own
 from raykv.messages import ChildIndex
 from raykv.types import RequestId
@@ -23,6 +22,25 @@ from raykv.types import RequestId
 logger = logging.getLogger("raykv")
 OWN_KEY = "raykv"
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Swapped:
+    """These requests have these parameters meanwhile, whatever is done to the attribute. A plain loop, since it runs
+    for each child in each step."""
+
+    __slots__ = ("_original", "_params")
+
+    def __init__(self, params: Sequence[tuple[Any, dict[str, Any] | None]]) -> None:
+        self._params = params
+
+    def __enter__(self) -> None:
+        self._original = [request.kv_transfer_params for request, _ in self._params]
+        for request, own in self._params:
+            request.kv_transfer_params = own
+
+    def __exit__(self, *error: object) -> None:
+        for (request, _), original in zip(self._params, self._original, strict=True):
+            request.kv_transfer_params = original
 
 
 class ChildParams:
@@ -61,17 +79,19 @@ class ChildParams:
     def of(self, child: ChildIndex, request: Any) -> AbstractContextManager[None]:
         """While a child is called about this request."""
         params = self._params.get(request.request_id, {})
-        return vllm_compat.params_of(request, params[child]) if child in params else _NOTHING
+        return _Swapped([(request, params[child])]) if child in params else _NOTHING
 
-    def of_all(self, child: ChildIndex) -> AbstractContextManager[Any]:
+    def of_all(self, child: ChildIndex) -> AbstractContextManager[None]:
         """While a child is called about any of its requests."""
         if not self._requests:
             return _NOTHING
-        stack = contextlib.ExitStack()
-        for request_id, request in self._requests.items():
-            if child in self._params[request_id]:  # else the child is younger, and not called about this one
-                stack.enter_context(vllm_compat.params_of(request, self._params[request_id][child]))
-        return stack
+        params = self._params
+        mine = [
+            (request, params[request_id][child])
+            for request_id, request in self._requests.items()
+            if child in params[request_id]  # else the child is younger, and not called about this one
+        ]
+        return _Swapped(mine)
 
     def end(self, request: Any) -> None:
         """The request ended; children may still look at it in the step that tells the workers."""

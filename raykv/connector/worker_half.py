@@ -17,11 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from raykv.actors.child_link import ChildLink
 from raykv.connector.inline_child import InlineChild
 from raykv.connector.metadata import ChainAdd, RayMultiMetadata, RayMultiWorkerMeta, load
+from raykv.connector.step_records import StepRecords, record_of
 from raykv.connector.worker_chain import Caches, Joined, Maker, WorkerChain
 from raykv.connector.worker_setup import HostedChild, KVCacheExport
 from raykv.errors import ConfigError, KVCacheExportError
-from raykv.messages import ChildEvent, ChildIndex, ChildPlan, EventKind, Phase, StepRecord
-from raykv.types import Incarnation, Rank, RequestId
+from raykv.messages import ChildEvent, ChildIndex, ChildPlan, EventKind, Phase
+from raykv.types import Rank
 
 logger = logging.getLogger("raykv")
 
@@ -61,7 +62,7 @@ class WorkerHalf:
         self._report = RayMultiWorkerMeta()
         self._invalid: set[int] = set()
         self._pids: dict[ChildIndex, int] = {}
-        self._late: list[tuple[ChildLink, StepRecord, Incarnation, tuple[RequestId, ...]]] = []
+        self._records = StepRecords(rank)
 
     # -- set-up ---------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class WorkerHalf:
                 child.connector.handle_preemptions(load(plan.meta))
 
     def bind(self, meta: RayMultiMetadata) -> None:
-        self._submit(meta.sync_failed)
+        self._records.submit(meta.sync_failed)
         if meta.changes or self._chain.busy:
             self._change(meta)
         self._step = _Step(meta)
@@ -194,8 +195,7 @@ class WorkerHalf:
     def _load_now(self, index: ChildIndex, plan: ChildPlan, meta: RayMultiMetadata) -> bool:
         if plan.meta is None:
             return False
-        record = self._record(plan, meta, Phase.LOAD)
-        return self._links[index].load_now(record, plan.incarnations[self.rank])
+        return self._links[index].load_now(record_of(plan, meta, Phase.LOAD), plan.incarnations[self.rank])
 
     def _sync_failed(self, index: ChildIndex, plan: ChildPlan) -> None:
         assert self._step is not None
@@ -238,33 +238,11 @@ class WorkerHalf:
             if link is None:
                 continue
             phase = Phase.SAVE if plan.sync_loads and step.loaded_before else Phase.WHOLE
-            record = self._record(plan, step.meta, phase, step.skip_saves)
-            self._late.append((link, record, plan.incarnations[self.rank], plan.owed_sends))
+            self._records.add(link, plan, record_of(plan, step.meta, phase, step.skip_saves))
+        # After synchronous loads on several ranks they wait for the next step: a load that failed on one rank spoils
+        # what all ranks compute, and the others learn of it from that step's metadata.
         if self._num_ranks == 1 or not any(plan.sync_loads for plan in step.meta.plans.values()):
-            self._submit(skip_saves=False)
-
-    def _submit(self, skip_saves: bool) -> None:
-        """Hand the step's records over. After synchronous loads on several ranks only in the next step: a load that
-        failed on one rank spoils what all ranks compute, and the others learn of it from that step's metadata."""
-        late, self._late = self._late, []
-        for link, record, incarnation, owed in late:
-            link.submit(replace(record, skip_saves=True) if skip_saves else record, incarnation, owed)
-
-    def _record(self, plan: ChildPlan, meta: RayMultiMetadata, phase: Phase, skip_saves: bool = False) -> StepRecord:
-        assert plan.meta is not None
-        before = phase is Phase.LOAD
-        return StepRecord(
-            step=meta.step,
-            phase=phase,
-            meta=b"" if phase is Phase.SAVE else plan.meta,
-            forward=meta.forward,
-            loads=() if before else plan.loads,
-            sync=bool(plan.sync_loads),
-            finished=frozenset() if before else plan.finished,
-            owed=frozenset() if before else frozenset(plan.owed_sends),
-            skip_saves=skip_saves,
-            idle=plan.idle,
-        )
+            self._records.submit(skip_saves=False)
 
     def _refuse(self, index: ChildIndex, plan: ChildPlan) -> None:
         """The scheduler half of the child failed in this step: nothing runs, so every load has failed."""

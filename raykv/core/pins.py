@@ -64,8 +64,9 @@ class PinTable:
     def is_open(self, request: RequestId) -> bool:
         return request in self._open
 
-    def open_requests(self) -> list[RequestId]:
-        return list(self._open)
+    def open_but(self, others: Mapping[str, object]) -> list[RequestId]:
+        """The requests that are open and not among these."""
+        return list(self._open.keys() - others.keys())
 
     # -- giving back ----------------------------------------------------------------------------------------
 
@@ -121,6 +122,10 @@ class PinTable:
     def closing(self) -> int:
         """Pin sets that wait for a host or a send: while there are any, the engine must keep stepping."""
         return sum(len(sets) for sets in self._closing.values())
+
+    @property
+    def any_closing(self) -> bool:
+        return bool(self._closing)
 
     def frees_soon(self) -> bool:
         """Whether a block's last reference is a pin that waits for hosts only.

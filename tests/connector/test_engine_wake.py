@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from raykv.connector import engine_wake
-from raykv.connector.engine_wake import find_waker
+from raykv.connector.vllm_compat import engine_wake, find_waker
 from raykv.engine_messages import ChildOp
 from tests.support.chain_bench import ChainBench, child
 

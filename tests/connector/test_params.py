@@ -76,7 +76,7 @@ def test_two_pd_connectors_are_refused_at_start_up() -> None:
         {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"},
     ]
     from raykv.config import parse
-    from raykv.connector.start_up import _check_pd
+    from raykv.connector.start_checks import _check_pd
 
     config = parse({"kv_connector": "RayMultiConnector", "kv_connector_extra_config": {"connectors": entries}})
     with pytest.raises(ConfigError, match=r"NixlConnector.*MooncakeConnector.*remote_engine_id") as caught:

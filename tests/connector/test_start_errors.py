@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 
-from raykv.connector import RayMultiConnector, start_up
+from raykv.connector import RayMultiConnector, start_checks
 from raykv.errors import ConfigError
 from tests.support.configs import example_child, multi
 from tests.support.fake_config import child, kv_cache_config, vllm_config
@@ -98,7 +98,7 @@ def test_a_synchronous_child_beside_an_inline_saver_on_two_ranks(role: KVConnect
 def test_a_synchronous_child_beside_a_tier_on_two_ranks(role: KVConnectorRole) -> None:
     """A rank may save to it before it knows: the store commits what no rank dropped."""
     config = vllm_config({**multi([tier_child(), example_child("somewhere")]), "engine_id": "e"}, ranks=2)
-    assert start_up.checked_config(config, kv_cache_config(64)).children
+    assert start_checks.checked_config(config, kv_cache_config(64)).children
 
 
 @BOTH_HALVES
