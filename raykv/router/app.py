@@ -1,7 +1,7 @@
 """The router on Ray Serve: started by `deploy`, ended by `remove`. A part of RayKV's edge to Ray.
 
 Serve's proxy listens, on the head's node only, and gives requests to the replicas of the router; Serve starts a replica
-again that dies.
+again that dies, and `front`, in the proxy, sees to that replica's requests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from raykv.actors import cluster
 from raykv.actors.directory_handle import HEAD
 from raykv.config.router import RouterOptions
 from raykv.errors import ClusterError
+from raykv.router import front
 from raykv.router.asgi import RouterApp
 from raykv.router.controller_list import ControllerEngines
 from raykv.router.engine_list import StaticEngines
@@ -27,6 +28,7 @@ logger = logging.getLogger("raykv")
 APPLICATION = "raykv-router"
 DEPLOY_S = 120.0
 POLL_S = 0.2
+LAYERS = "raykv.router.front.layers"
 BAD = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 
@@ -123,7 +125,12 @@ def _start(serve: ModuleType, options: RouterOptions) -> None:
     """Start Serve with the wanted address. Raises ClusterError if it runs with another one: it can't be changed."""
     fresh = not _running()
     try:
-        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": options.host, "port": options.port},
+            # Its proxies inherit it.
+            controller_options={"runtime_env": {"env_vars": {front.VARIABLE: LAYERS}}},
+        )
     except Exception as error:
         if fresh:
             serve.shutdown()
