@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +19,6 @@ from tests.router import fake_engine as fakes
 from tests.router.fake_engine import TOKENS, FakeEngine, drive, engine
 from tests.support.process import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.sim_cluster import router_replicas
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
@@ -70,6 +67,8 @@ async def until_answered(client: aiohttp.ClientSession, url: str) -> float:
 
 async def lose_the_replica(client: aiohttp.ClientSession, url: str, engines: dict[str, FakeEngine]) -> None:
     """Kill it with a stream under way, and a request that has no byte of its answer yet: Serve starts another one."""
+    import ray
+
     d0 = engines["d0"]
     d0.behave, aborted = fakes.streams_for_ever, d0.aborted
     streaming = await client.post(url + "/v1/completions", json={"prompt": PROMPT, "stream": True})
@@ -78,8 +77,9 @@ async def lose_the_replica(client: aiohttp.ClientSession, url: str, engines: dic
     waiting = asyncio.ensure_future(client.post(url + "/v1/completions", json={"prompt": PROMPT}))
     await fakes.until(lambda: len(d0.seen) > asked)
     d0.behave = None
-    [pid] = router_replicas()
-    os.kill(pid, signal.SIGKILL)
+    names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)]
+    [replica] = (name for name in names if name.startswith("SERVE_REPLICA::raykv-router"))
+    ray.kill(ray.get_actor(replica, namespace="serve"))
     killed = time.monotonic()
     events = (await streaming.read()).split(b"\n\n")
     took = time.monotonic() - killed
