@@ -6,6 +6,8 @@ again that dies, and `front`, in the proxy, sees to that replica's requests.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
 import time
 from types import ModuleType
@@ -13,6 +15,7 @@ from typing import Any
 
 import ray
 
+import raykv
 from raykv.actors import cluster
 from raykv.actors.directory_handle import HEAD
 from raykv.config.router import RouterOptions
@@ -40,7 +43,7 @@ def build(options: RouterOptions) -> RouterApp:
 
 
 def deploy(options: RouterOptions, timeout_s: float = DEPLOY_S) -> str:
-    """Start the router in this process's Ray cluster, or change one that runs to these options.
+    """Start the router in this process's Ray cluster, or change one that runs to these options, if they are others.
 
     Returns its base address once it takes requests. Blocks for about 10 s. Raises ClusterError; what was started is
     ended then.
@@ -81,7 +84,7 @@ def deployment(serve: ModuleType, options: RouterOptions) -> Any:
     def make() -> RouterApp:
         return build(options)
 
-    return serve.deployment(
+    made = serve.deployment(
         serve.ingress(make)(),
         name="Router",
         num_replicas=options.replicas,
@@ -95,6 +98,15 @@ def deployment(serve: ModuleType, options: RouterOptions) -> Any:
         graceful_shutdown_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
     )
+    # Serve takes what has no version for something new each time, and starts all replicas anew (Ray 2.60).
+    made._version = _version(options)
+    return made
+
+
+def _version(options: RouterOptions) -> str:
+    """Another one for whatever a replica has to be started anew for; their number is none of it."""
+    wanted = dataclasses.replace(options, replicas=1)
+    return hashlib.sha256(f"{raykv.__version__} {wanted!r}".encode()).hexdigest()[:16]
 
 
 def _beside_proxy() -> dict[str, float]:

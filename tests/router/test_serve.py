@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -65,6 +66,14 @@ async def until_answered(client: aiohttp.ClientSession, url: str) -> float:
         await asyncio.sleep(0.05)
 
 
+def replicas() -> set[str]:
+    """The names of the router's replicas."""
+    import ray
+
+    names = (found["name"] for found in ray.util.list_named_actors(all_namespaces=True))
+    return {name for name in names if name.startswith("SERVE_REPLICA::raykv-router")}
+
+
 async def lose_the_replica(client: aiohttp.ClientSession, url: str, engines: dict[str, FakeEngine]) -> None:
     """Kill it with a stream under way, and a request that has no byte of its answer yet: Serve starts another one."""
     import ray
@@ -77,8 +86,7 @@ async def lose_the_replica(client: aiohttp.ClientSession, url: str, engines: dic
     waiting = asyncio.ensure_future(client.post(url + "/v1/completions", json={"prompt": PROMPT}))
     await fakes.until(lambda: len(d0.seen) > asked)
     d0.behave = None
-    names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)]
-    [replica] = (name for name in names if name.startswith("SERVE_REPLICA::raykv-router"))
+    [replica] = replicas()
     ray.kill(ray.get_actor(replica, namespace="serve"))
     killed = time.monotonic()
     events = (await streaming.read()).split(b"\n\n")
@@ -137,6 +145,15 @@ def test_through_ray_serve(in_cluster: None) -> None:
             leaving.cancel()
             await fakes.until(lambda: engines["p0"].aborted == 1)
             engines["p0"].behave = None
+
+            # The same again changes nothing; other options do.
+            before = replicas()
+            await asyncio.to_thread(app.deploy, options)
+            assert replicas() == before and len(before) == 1
+            await asyncio.to_thread(app.deploy, dataclasses.replace(options, prefill_timeout_s=30.0))
+            await until_answered(client, url)
+            await fakes.until(lambda: len(replicas()) == 1)
+            assert not replicas() & before
 
             # Another address needs another Serve; the running router is left alone.
             with pytest.raises(ClusterError, match=f"listens at 127.0.0.1:{port}"):
