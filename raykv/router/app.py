@@ -184,4 +184,8 @@ def _wait_running(serve: ModuleType, timeout_s: float) -> None:
 
 
 def _display(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    """As a part of an URL that clients can use."""
+    if host in ("0.0.0.0", "::"):
+        heads = (node["ip"] for node in cluster.nodes() if node["alive"] and HEAD in node["resources"])
+        host = next(heads, "127.0.0.1")
+    return f"[{host}]" if ":" in host else host
