@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -149,8 +148,9 @@ def _check_addresses(spec: ClusterSpec) -> None:
 def _check_router_installed() -> None:
     """Here as on the head's node: it would be found out when all engines are ready."""
     try:
-        importlib.import_module("ray.serve")
-        importlib.import_module("raykv.router.app")
+        from raykv.router import app
+
+        app.import_serve()
     except ImportError as error:
         raise ConfigError(
             f"The spec has a router, and what that needs is not installed ({error}). Install it on all nodes, pip "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import logging
 import time
 from types import ModuleType
@@ -115,14 +116,18 @@ def _beside_proxy() -> dict[str, float]:
     return {HEAD: 0.0001} if known else {}
 
 
+def import_serve() -> ModuleType:
+    """Raises ImportError where it is not installed. About 1 s, the first time."""
+    return importlib.import_module("ray.serve")
+
+
 def _serve() -> ModuleType:
     if not ray.is_initialized():  # Serve would start a cluster by itself
         raise ClusterError("The router needs a Ray cluster: this process is in none (cluster.connect).")
     try:
-        from ray import serve
+        return import_serve()
     except ImportError as error:
         raise ClusterError(f"Ray Serve is not installed ({error}). Install it: pip install 'raykv[router]'.") from error
-    return serve
 
 
 def _applications(serve: ModuleType) -> set[str]:
