@@ -36,8 +36,8 @@ LOOK_S = 5.0
 SELDOM_S = 300.0
 UNMAPPED_S = 3.0
 SHM = "/dev/shm"
-SEGMENT = re.compile(r"(?:psm_|sem\.mp-|vllm_)[^/ ]+")
-"""Python's shared memory and semaphores, and vLLM's. RayKV's own have other names."""
+SEGMENT = re.compile(r"(?:psm_|sem\.mp-|vllm_)[^/ ]+|\d+-[^/ ]+-cpushm[^/ ]*")
+"""Python's shared memory and semaphores, and vLLM's (the last: ranks that met at a port). RayKV's have others."""
 
 
 def main(argv: list[str]) -> int:

@@ -104,7 +104,7 @@ def engine(*segments: str, environment: dict[str, str] | None = None) -> tuple[E
 
 @pytest.mark.parametrize("who", ["all", "its own process", "its guard"])
 def test_a_killed_engine_leaves_nothing(names: Callable[[str], str], who: str) -> None:
-    segments = [names("vllm_dist_"), names("psm_"), names("sem.mp-")]
+    segments = [names("vllm_dist_"), names("psm_"), names("sem.mp-"), names("45123-")]
     process, folder = engine(*segments)
     assert all((SHM / name).exists() for name in segments) and os.listdir(folder)
     if who == "all":
@@ -166,7 +166,7 @@ def test_nobody_elses_is_touched(
     names: Callable[[str], str], mapper: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_guard, "UNMAPPED_S", 0.0)
-    before, shared, other, ours = names("psm_"), names("psm_"), names("raykv-0-store"), names("psm_")
+    before, shared, other, ours = names("psm_"), names("psm_"), names("raykv-0-"), names("psm_")
     (SHM / before).write_bytes(b"x")
     segments = Segments()
     process, outsider = mapper(before, shared, other, ours), mapper(shared)
