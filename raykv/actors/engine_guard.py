@@ -25,8 +25,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -35,6 +36,7 @@ TRACKER_S = 8.0
 LOOK_S = 5.0
 SELDOM_S = 300.0
 UNMAPPED_S = 3.0
+STUCK_S = 2.0
 SHM = "/dev/shm"
 SEGMENT = re.compile(r"(?:psm_|sem\.mp-|vllm_)[^/ ]+|\d+-[^/ ]+-cpushm[^/ ]*")
 """Python's shared memory and semaphores, and vLLM's (the last: ranks that met at a port). RayKV's have others."""
@@ -168,6 +170,7 @@ class Segments:
         self._seen: set[tuple[str, int]] = set()
         self._processes: list[int] = []
         self._pause, self._next = LOOK_S, 0.0
+        self._thread: threading.Thread | None = None
 
     def watch(self, processes: list[int]) -> None:
         """Look at them again and again, more seldom each time while they are the same."""
@@ -180,11 +183,25 @@ class Segments:
 
     def look(self, processes: Iterable[int]) -> None:
         """Note what these have mapped. 1 ms for 1000 mappings, which is an engine's process on a CPU."""
-        for pid in processes:
-            self._seen |= mapped(pid)
+        self._bounded(lambda: self._look(processes), STUCK_S)
 
     def remove(self) -> None:
         """Remove what is left of it and mapped by nobody. Waits for others to end that map it, UNMAPPED_S at most."""
+        self._bounded(self._remove, UNMAPPED_S + STUCK_S)
+
+    def _bounded(self, work: Callable[[], None], limit: float) -> None:
+        """In a thread: who asks what a process has mapped hangs where that process hangs in the kernel, such as in a
+        page of a lost NFS server. An engine's end must not."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=work, daemon=True)
+            self._thread.start()
+            self._thread.join(limit)
+
+    def _look(self, processes: Iterable[int]) -> None:
+        for pid in processes:
+            self._seen |= mapped(pid)
+
+    def _remove(self) -> None:
         deadline = time.monotonic() + UNMAPPED_S
         while left := (self._seen - self._before) & existing():
             used = {segment for pid in os.listdir("/proc") if pid.isdigit() for segment in mapped(int(pid))}

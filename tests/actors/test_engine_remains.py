@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -177,6 +178,25 @@ def test_nobody_elses_is_touched(
     end(outsider)
     segments.remove()
     assert {name for name in (before, shared, other) if (SHM / name).exists()} == {before, other}
+
+
+def test_a_process_that_hangs_in_the_kernel_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_guard, "STUCK_S", 0.05)
+    monkeypatch.setattr(engine_guard, "UNMAPPED_S", 0.0)
+    hung, asked = threading.Event(), []
+
+    def mapped(pid: int) -> set[tuple[str, int]]:
+        asked.append(pid)
+        hung.wait()
+        return set()
+
+    monkeypatch.setattr(engine_guard, "mapped", mapped)
+    segments = Segments()
+    for pid in (1, 2):
+        segments.look([pid])
+    segments.remove()
+    assert asked == [1], "one thread hangs, not one more each time"
+    hung.set()
 
 
 def test_a_name_that_is_used_again_is_another_segment(
