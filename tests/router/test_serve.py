@@ -150,10 +150,23 @@ def test_through_ray_serve(in_cluster: None) -> None:
             before = replicas()
             await asyncio.to_thread(app.deploy, options)
             assert replicas() == before and len(before) == 1
-            await asyncio.to_thread(app.deploy, dataclasses.replace(options, prefill_timeout_s=30.0))
+            changed = dataclasses.replace(options, prefill_timeout_s=30.0)
+            await asyncio.to_thread(app.deploy, changed)
             await until_answered(client, url)
             await fakes.until(lambda: len(replicas()) == 1)
             assert not replicas() & before
+
+            # A second replica leaves the first alone; with one of two lost, requests go on.
+            before = replicas()
+            await asyncio.to_thread(app.deploy, dataclasses.replace(changed, replicas=2))
+            await fakes.until(lambda: len(replicas()) == 2)
+            assert before < replicas()
+            ray.kill(ray.get_actor(before.pop(), namespace="serve"))
+            for _ in range(20):
+                async with client.post(url + "/v1/completions", json={"prompt": PROMPT}) as response:
+                    assert response.status == 200
+            await asyncio.to_thread(app.deploy, changed)
+            await fakes.until(lambda: len(replicas()) == 1)
 
             # Another address needs another Serve; the running router is left alone.
             with pytest.raises(ClusterError, match=f"listens at 127.0.0.1:{port}"):
