@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import inspect
 import logging
 import time
 from types import ModuleType
@@ -141,13 +142,11 @@ def _applications(serve: ModuleType) -> set[str]:
 def _start(serve: ModuleType, options: RouterOptions) -> None:
     """Start Serve with the wanted address. Raises ClusterError if it runs with another one: it can't be changed."""
     fresh = not _running()
+    more: dict[str, Any] = {}
+    if "controller_options" in inspect.signature(serve.start).parameters:  # an experiment of Ray's, as of 2.60
+        more["controller_options"] = {"runtime_env": {"env_vars": {front.VARIABLE: LAYERS}}}  # its proxies inherit it
     try:
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": options.host, "port": options.port},
-            # Its proxies inherit it.
-            controller_options={"runtime_env": {"env_vars": {front.VARIABLE: LAYERS}}},
-        )
+        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port}, **more)
     except Exception as error:
         if fresh:
             serve.shutdown()
