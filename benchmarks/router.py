@@ -133,20 +133,27 @@ class FakeDesk:
         return Hashed(order.number, os.urandom(len(order.token_ids) // BLOCK * HASH_NBYTES))
 
 
-def start_residency() -> Any:
-    """The Directory, with its blocks, and a desk; the desk's actor, which lives as long as this is kept."""
-    import ray
+class Residency:
+    """The Directory, a store that holds BLOCKS random blocks, and a desk, which lives as long as this is kept."""
 
-    from raykv.actors import desk_handle, directory_handle
+    def __init__(self) -> None:
+        import ray
 
-    directory = directory_handle.open_directory()
-    batch = Publish("node", "store", StoreLife("life"), 0, 0, os.urandom(MARK_NBYTES * BLOCKS))
-    directory.call("publish", batch, timeout=60)
-    name = desk_handle.desk_name(EngineId("fake"))
-    actor = ray.remote(num_cpus=0, concurrency_groups=desk_handle.GROUPS)(FakeDesk)
-    desk = actor.options(name=name, namespace="raykv").remote()
-    ray.get(desk.view.remote())
-    return desk
+        from raykv.actors import desk_handle, directory_handle
+
+        self._directory = directory_handle.open_directory()
+        self._node = ray.get_runtime_context().get_node_id()
+        self._number = 0
+        self.publish(os.urandom(MARK_NBYTES * BLOCKS))
+        actor = ray.remote(num_cpus=0, concurrency_groups=desk_handle.GROUPS)(FakeDesk)
+        self._desk = actor.options(name=desk_handle.desk_name(EngineId("fake")), namespace="raykv").remote()
+        ray.get(self._desk.view.remote())
+
+    def publish(self, added: bytes = b"") -> None:
+        """With nothing it says that the store lives, which a Directory wants to hear every 30 s."""
+        batch = Publish(self._node, "store", StoreLife("life"), 0, self._number, added)
+        self._directory.call("publish", batch, timeout=60)
+        self._number += 1
 
 
 def learned(port: int) -> dict[str, int]:
@@ -203,7 +210,7 @@ def measure(requests: int, chars: int) -> tuple[dict[str, dict[str, float]], dic
             EngineInfo("p0", EngineRole.PREFILL, f"http://127.0.0.1:{prefill_port}", "", True),
             EngineInfo("d0", EngineRole.DECODE, f"http://127.0.0.1:{decode_port}", "", True),
         )
-        desk = start_residency()
+        residency = Residency()
         app.deploy(RouterOptions(port=port, engines=found, transport=Transport.NIXL))
         empty = serve.deployment(
             serve.ingress(empty_application)(),
@@ -222,12 +229,13 @@ def measure(requests: int, chars: int) -> tuple[dict[str, dict[str, float]], dic
         dice = random.Random(0)
         known = ["".join(dice.choices("abcdefgh ", k=chars)) for _ in range(KNOWN)]
         for number in range(WARM_UP + requests):
+            if number % KNOWN == 0:
+                residency.publish()
             prompt = "".join(dice.choices("abcdefgh ", k=chars))
             for way in dice.sample(ways, len(ways)):
                 way.ask(known[number % KNOWN] if way.known else prompt, number >= WARM_UP)
         counts = learned(port)
         serve.shutdown()
-        del desk
         return {way.name: summary(way.taken) for way in ways}, counts
     finally:
         cluster.disconnect()

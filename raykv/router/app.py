@@ -34,7 +34,8 @@ APPLICATION = "raykv-router"
 DEPLOY_S = 120.0
 POLL_S = 0.2
 LAYERS = "raykv.router.front.layers"
-BAD = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+FAILED = "DEPLOY_FAILED"
+"""Serve gives up. What is "UNHEALTHY" has just lost a replica, and gets another one."""
 
 
 def build(options: RouterOptions) -> RouterApp:
@@ -177,13 +178,15 @@ def _wait_running(serve: ModuleType, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         found = serve.status().applications.get(APPLICATION)
-        state = str(found.status.value) if found is not None else "NOT_STARTED"
+        state, why = (str(found.status.value), found.message) if found is not None else ("NOT_STARTED", "")
         if state == "RUNNING":
             return
-        if state in BAD:
-            raise ClusterError(f"The router could not be started: {found.message}")
+        if state == FAILED:
+            raise ClusterError(f"The router could not be started: {why}")
         if time.monotonic() > deadline:
-            raise ClusterError(f"The router did not start within {timeout_s:g} s; it is {state}. See `serve status`.")
+            raise ClusterError(
+                f"The router did not start within {timeout_s:g} s; it is {state}. {why} (`serve status`)"
+            )
         time.sleep(POLL_S)
 
 
