@@ -68,6 +68,7 @@ def up(spec: ClusterSpec, tell: Tell, *, address: str | None = None, namespace: 
     except BaseException:
         if fresh:
             controller.end(namespace)
+            tell(Progress("controller", "", "ended"))
         raise
     with _undone_on_failure(controller, before, namespace, tell):
         if spec.events is not None:
