@@ -147,6 +147,8 @@ def test_the_digest_changes_with_what_an_engine_runs_and_with_nothing_else() -> 
 WRONG: list[tuple[Any, str]] = [
     ([], "The spec is []. It must be a mapping"),
     ({"engines": []}, "model is missing"),
+    (changed(model="./tiny"), 'model is "./tiny", a folder seen from where one stands'),
+    (changed(model="models/llama/8b"), "Write the folder's whole path"),
     (changed(modle="x"), 'Unknown key "modle" in the spec. Did you mean "model"?'),
     (changed(engines=None), "engines is missing. It must be a list"),
     (changed(engines=[]), "engines is []. It must be a list with at least one entry"),
@@ -196,6 +198,11 @@ WRONG: list[tuple[Any, str]] = [
     (changed(command="vllm serve"), 'command is "vllm serve". It must be a list of texts'),
     (changed(startup_timeout_s=0), "startup_timeout_s is 0"),
 ]
+
+
+def test_models_are_folders_and_names() -> None:
+    for name in ("tiny", "Qwen/Qwen3-8B", "/models/a/b", "~/models/a/b", "s3://bucket/a/b", "org/m-GGUF:Q4_K_M"):
+        assert spec_from(json.dumps(changed(model=name))).model == name
 
 
 @pytest.mark.parametrize(("raw", "message"), WRONG, ids=[message[:40] for _, message in WRONG])

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from raykv.actors.engine_guard import Segments, remove_folder
 from raykv.actors.processes import Pidfd, pids, session_of
 
 GUARD = Path(__file__).with_name("engine_guard.py")
@@ -35,6 +37,10 @@ RAY_INTERNAL = frozenset(
     }
 )
 """What a raylet tells its worker about itself: an engine is a driver of its own and not this worker."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""The folder of vLLM's sockets, which stay there when a process is killed: each engine has one of its own."""
+SOCKET_NBYTES = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
+"""What of the longest name that a socket may have is left for its folder."""
 FROM_RAY = "OMP_NUM_THREADS"
 """Ray sets it to an actor's number of CPUs, 1 for none: vLLM's CPU engine would use that many threads."""
 
@@ -57,14 +63,17 @@ class EngineProcess:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self._on_line, self._on_end = on_line, on_end
         self._ended = threading.Event()
+        self._segments = Segments()
+        self._folder = "" if SOCKETS in environment else _socket_folder()
+        own = {SOCKETS: self._folder} if self._folder else {}
         mine, its = socket.socketpair()
         read, write = os.pipe()
         try:
             # It leaves the guard behind, whose end is the end of the socket.
             starter = subprocess.Popen(
                 # -S -E: nothing of the environment's is imported before the guard watches.
-                [sys.executable, "-S", "-E", str(GUARD), str(its.fileno()), "--", *_expanded(command)],
-                env=dict(environment),
+                [sys.executable, "-S", "-E", str(GUARD), str(its.fileno()), self._folder, "--", *_expanded(command)],
+                env={**environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=write,
                 stderr=write,
@@ -74,6 +83,7 @@ class EngineProcess:
         except BaseException:
             mine.close()
             os.close(read)
+            remove_folder(self._folder)
             raise
         finally:
             its.close()
@@ -146,13 +156,29 @@ class EngineProcess:
         self._on_end(code)
 
     def _sweep(self) -> None:
-        """What is left where the guard itself was killed: its session's."""
-        if not self.pid:
-            return
-        for pid in [pid for pid in pids() if session_of(pid) == self.pid]:
-            process = Pidfd.open(pid)
-            if process is not None and session_of(pid) == self.pid:
-                process.signal(signal.SIGKILL)
+        """What is left where the guard itself was killed: its session's, and what the guard would have removed."""
+        found = [pid for pid in pids() if session_of(pid) == self.pid] if self.pid else []
+        self._segments.look(found)
+        opened = [process for pid in found if (process := Pidfd.open(pid)) is not None]
+        swept = [process for process in opened if session_of(process.pid) == self.pid]
+        for process in swept:
+            process.signal(signal.SIGKILL)
+        for process in swept:
+            process.wait(KILL_S)
+        self._segments.remove()
+        remove_folder(self._folder)
+
+
+def _socket_folder() -> str:
+    """A new folder for this user only; empty where there is none, or its name would be too long for a socket's."""
+    try:
+        folder = tempfile.mkdtemp(prefix="rkv-")
+    except OSError:
+        return ""
+    if len(os.fsencode(folder)) <= SOCKET_NBYTES:
+        return folder
+    os.rmdir(folder)
+    return ""
 
 
 def engine_environment(base: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -71,6 +71,11 @@ def parse_spec(raw: object) -> ClusterSpec:
     model = top.text("model")
     if model is None:
         raise ConfigError("model is missing. Name a model's folder, or its name on a model hub, as for `vllm serve`.")
+    if re.match(r"\.{1,2}/", model) or (model.count("/") > 1 and model[0] not in "/~" and "://" not in model):
+        raise ConfigError(
+            f"model is {show(model)}, a folder seen from where one stands, and engines stand elsewhere. Write the "
+            "folder's whole path, or the model's name on a hub, which has one / at most."
+        )
     stores = _stores(top)
     common = vllm_options(top, "vllm")
     everywhere = environment_of(top)

@@ -52,7 +52,8 @@ class Selector:
         """What a node with these lacks; empty if it fits."""
         for key, value in self.labels.items():
             if labels.get(key) != value:
-                return f"label {key}={value} is not on it (it has {labels.get(key, 'none')!r})"
+                has = f"{key}={labels[key]}" if key in labels else f"no label {key}"
+                return f"label {key}={value} is not on it (it has {has})"
         for name, amount in self.resources.items():
             if resources.get(name, 0) < amount:
                 return f"it has {resources.get(name, 0):g} of {name} and {amount:g} is wanted"

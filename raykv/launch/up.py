@@ -55,6 +55,8 @@ def up(spec: ClusterSpec, tell: Tell, *, address: str | None = None, namespace: 
     spec before this one is wanted again, or, if there was none, all that was started is ended.
     """
     options = router_options(spec, namespace)
+    if options is not None:
+        _check_router_installed()
     info = cluster.connect(address, namespace=namespace)
     _check_addresses(spec)
     controller, fresh = controller_handle.start(namespace)
@@ -66,6 +68,7 @@ def up(spec: ClusterSpec, tell: Tell, *, address: str | None = None, namespace: 
     except BaseException:
         if fresh:
             controller.end(namespace)
+            tell(Progress("controller", "", "ended"))
         raise
     with _undone_on_failure(controller, before, namespace, tell):
         if spec.events is not None:
@@ -141,6 +144,19 @@ def _check_addresses(spec: ClusterSpec) -> None:
             "router and other engines can't reach them. Set `listen: node` in the spec (then everybody in that "
             "network can reach them, so see to it that it is yours)."
         )
+
+
+def _check_router_installed() -> None:
+    """Here as on the head's node: it would be found out when all engines are ready."""
+    try:
+        from raykv.router import app
+
+        app.import_serve()
+    except ImportError as error:
+        raise ConfigError(
+            f"The spec has a router, and what that needs is not installed ({error}). Install it on all nodes, pip "
+            "install 'raykv[router]', or leave `router` out."
+        ) from error
 
 
 def _check_router_port(spec: ClusterSpec, before: str) -> None:

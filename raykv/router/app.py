@@ -1,11 +1,15 @@
 """The router on Ray Serve: started by `deploy`, ended by `remove`. A part of RayKV's edge to Ray.
 
 Serve's proxy listens, on the head's node only, and gives requests to the replicas of the router; Serve starts a replica
-again that dies.
+again that dies, and `front`, in the proxy, sees to that replica's requests.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib
+import inspect
 import logging
 import time
 from types import ModuleType
@@ -13,10 +17,12 @@ from typing import Any
 
 import ray
 
+import raykv
 from raykv.actors import cluster
 from raykv.actors.named_actor import HEAD
 from raykv.config.router import RouterOptions
 from raykv.errors import ClusterError
+from raykv.router import front
 from raykv.router.asgi import RouterApp
 from raykv.router.controller_list import ControllerEngines
 from raykv.router.engine_list import StaticEngines
@@ -27,7 +33,9 @@ logger = logging.getLogger("raykv")
 APPLICATION = "raykv-router"
 DEPLOY_S = 120.0
 POLL_S = 0.2
-BAD = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+LAYERS = "raykv.router.front.layers"
+FAILED = "DEPLOY_FAILED"
+"""Serve gives up. What is "UNHEALTHY" has just lost a replica, and gets another one."""
 
 
 def build(options: RouterOptions) -> RouterApp:
@@ -38,7 +46,7 @@ def build(options: RouterOptions) -> RouterApp:
 
 
 def deploy(options: RouterOptions, timeout_s: float = DEPLOY_S) -> str:
-    """Start the router in this process's Ray cluster, or change one that runs to these options.
+    """Start the router in this process's Ray cluster, or change one that runs to these options, if they are others.
 
     Returns its base address once it takes requests. Blocks for about 10 s. Raises ClusterError; what was started is
     ended then.
@@ -79,7 +87,7 @@ def deployment(serve: ModuleType, options: RouterOptions) -> Any:
     def make() -> RouterApp:
         return build(options)
 
-    return serve.deployment(
+    made = serve.deployment(
         serve.ingress(make)(),
         name="Router",
         num_replicas=options.replicas,
@@ -93,6 +101,15 @@ def deployment(serve: ModuleType, options: RouterOptions) -> Any:
         graceful_shutdown_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
     )
+    # Serve takes what has no version for something new each time, and starts all replicas anew (Ray 2.60).
+    made._version = _version(options)
+    return made
+
+
+def _version(options: RouterOptions) -> str:
+    """Another one for whatever a replica has to be started anew for; their number is none of it."""
+    wanted = dataclasses.replace(options, replicas=1)
+    return hashlib.sha256(f"{raykv.__version__} {wanted!r}".encode()).hexdigest()[:16]
 
 
 def _beside_proxy() -> dict[str, float]:
@@ -101,14 +118,18 @@ def _beside_proxy() -> dict[str, float]:
     return {HEAD: 0.0001} if known else {}
 
 
+def import_serve() -> ModuleType:
+    """Raises ImportError where it is not installed. About 1 s, the first time."""
+    return importlib.import_module("ray.serve")
+
+
 def _serve() -> ModuleType:
     if not ray.is_initialized():  # Serve would start a cluster by itself
         raise ClusterError("The router needs a Ray cluster: this process is in none (cluster.connect).")
     try:
-        from ray import serve
+        return import_serve()
     except ImportError as error:
         raise ClusterError(f"Ray Serve is not installed ({error}). Install it: pip install 'raykv[router]'.") from error
-    return serve
 
 
 def _applications(serve: ModuleType) -> set[str]:
@@ -122,8 +143,11 @@ def _applications(serve: ModuleType) -> set[str]:
 def _start(serve: ModuleType, options: RouterOptions) -> None:
     """Start Serve with the wanted address. Raises ClusterError if it runs with another one: it can't be changed."""
     fresh = not _running()
+    more: dict[str, Any] = {}
+    if "controller_options" in inspect.signature(serve.start).parameters:  # an experiment of Ray's, as of 2.60
+        more["controller_options"] = {"runtime_env": {"env_vars": {front.VARIABLE: LAYERS}}}  # its proxies inherit it
     try:
-        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port}, **more)
     except Exception as error:
         if fresh:
             serve.shutdown()
@@ -154,15 +178,21 @@ def _wait_running(serve: ModuleType, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         found = serve.status().applications.get(APPLICATION)
-        state = str(found.status.value) if found is not None else "NOT_STARTED"
+        state, why = (str(found.status.value), found.message) if found is not None else ("NOT_STARTED", "")
         if state == "RUNNING":
             return
-        if state in BAD:
-            raise ClusterError(f"The router could not be started: {found.message}")
+        if state == FAILED:
+            raise ClusterError(f"The router could not be started: {why}")
         if time.monotonic() > deadline:
-            raise ClusterError(f"The router did not start within {timeout_s:g} s; it is {state}. See `serve status`.")
+            raise ClusterError(
+                f"The router did not start within {timeout_s:g} s; it is {state}. {why} (`serve status`)"
+            )
         time.sleep(POLL_S)
 
 
 def _display(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    """As a part of an URL that clients can use."""
+    if host in ("0.0.0.0", "::"):
+        heads = (node["ip"] for node in cluster.nodes() if node["alive"] and HEAD in node["resources"])
+        host = next(heads, "127.0.0.1")
+    return f"[{host}]" if ":" in host else host

@@ -23,25 +23,14 @@ from raykv.router.answers import REQUEST_ID, Headers, Refusal, first, request_he
 from raykv.router.engine_list import EngineSource, Refresher
 from raykv.router.flow import DECODES, Flow, Request, Send
 from raykv.router.learner import Cluster, Learner
-from raykv.router.prompts import CHAT, COMPLETIONS, read_prompt
+from raykv.router.paths import GENERATE, PASSED_ON, is_known
+from raykv.router.prompts import read_prompt
 from raykv.router.upstream import Upstream
 
 logger = logging.getLogger("raykv")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-GENERATE = frozenset({COMPLETIONS, CHAT})
-PASSED_ON = {
-    "GET": frozenset({"/v1/models", "/version"}),
-    "POST": frozenset(
-        {"/tokenize", "/detokenize", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}
-        | {"/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify"}
-        | {"/v1/audio/transcriptions", "/v1/audio/translations"}
-    ),
-}
-"""What any decode engine can answer for all. Nothing else is passed on: vLLM has paths that change an engine (sleep,
-weights, adapters, caches), and they must not be reached, nor change one engine of several."""
 
 
 class ClientGone(Exception):
@@ -111,7 +100,7 @@ class RouterApp:
             nonlocal began
             if message["type"] == "http.response.start":
                 began = True
-                self._answers[path if _known(path) else "other", message["status"]] += 1
+                self._answers[path if is_known(path) else "other", message["status"]] += 1
             await send(message)
 
         self._in_hand += 1
@@ -145,7 +134,7 @@ class RouterApp:
             return True
         if path in GENERATE and method == "POST" or path in PASSED_ON.get(method, ()):
             return False
-        if _known(path):
+        if is_known(path):
             raise Refusal(405, f"{method} is not what {path} takes.")
         raise Refusal(404, f"The router has no {path}.")
 
@@ -213,10 +202,6 @@ async def _while_client_waits(answering: Coroutine[Any, Any, None], receive: Rec
         await asyncio.gather(*left, return_exceptions=True)
     if not work.cancelled():
         work.result()
-
-
-def _known(path: str) -> bool:
-    return path in GENERATE or any(path in paths for paths in PASSED_ON.values())
 
 
 def _target(scope: Scope) -> str:

@@ -31,6 +31,8 @@ AT_ONCE = 2
 """Prompts that are being learned: each costs an engine about what it costs to take its request in."""
 PER_S = 10.0
 """Prompts that are learned in a second at most; the others wait for their next request."""
+BEHIND_S = 0.05
+"""What is to be found out begins so much later than the request that brought it, which is at the engines by then."""
 TOKENIZE_S = 5.0
 LOCATE_S = 0.5
 VIEWS_S = 10.0
@@ -92,7 +94,7 @@ class Learner:
             self._begin(self._learn(prompt, view))
 
     def _begin(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(_behind(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -168,6 +170,15 @@ class Learner:
             except Exception as error:  # the head is away: what is known stands
                 logger.debug("router: the engines' views can't be had: %s", error)
             await asyncio.sleep(VIEWS_S)
+
+
+async def _behind(work: Any) -> None:
+    try:
+        await asyncio.sleep(BEHIND_S)
+    except asyncio.CancelledError:
+        work.close()
+        raise
+    await work
 
 
 def _serves(view: EngineView, model: str) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.processes import pids, session_of
+from raykv.actors.processes import command_of, pids, session_of
 from raykv.launch import up as launch
+from raykv.launch.spec_file import spec_from
 from tests.support.cluster_load import Load, Outcome
 from tests.support.prompts import MAX_TOKENS, PROMPTS, prompt
 from tests.support.real_cluster import BLOCK, Answer, RealCluster, ask, spec, tiers_for, until
@@ -141,6 +142,10 @@ def in_hand(first: float, last: float) -> Callable[[Outcome], bool]:
     return lambda one: one.began <= last and one.ended >= first
 
 
+def streams_in_hand(first: float, last: float) -> Callable[[Outcome], bool]:
+    return lambda one: one.stream and in_hand(first, last)(one)
+
+
 def nobody(first: float, last: float) -> Callable[[Outcome], bool]:
     return lambda one: False
 
@@ -200,6 +205,32 @@ def test_what_one_decode_engine_was_given_the_other_finds(
     cluster: RealCluster, baseline: dict[str, list[int]], report: Report
 ) -> None:
     check_tokens_and_reuse(cluster, baseline, report, "reuse, tiers")
+
+
+def test_the_spec_is_changed(cluster: RealCluster, load: Load, report: Report) -> None:
+    """Both decode engines are started anew with another option, one after the other, and nothing else is."""
+    names = ["d-0", "d-1"]
+    wanted = json.loads(cluster.status().spec)
+    for entry in wanted["engines"]:
+        if entry["name"] == "d":
+            entry["options"] = {**entry.get("options", {}), "max_num_seqs": 6}
+    replicas, done = router_replicas(), replaced(cluster, *names)
+    cluster.lines.clear()
+
+    def change() -> None:
+        launch.up(spec_from(json.dumps(wanted)), cluster.lines.append)
+
+    survive(load, report, "a changed spec", change, done)
+    assert router_replicas() == replicas
+    for row in (cluster.rows()[name] for name in names):
+        command = command_of(row.pid)
+        assert command[command.index("--max-num-seqs") + 1] == "6"
+    lines = [(line.name, line.state) for line in cluster.lines if line.kind == "engine" and line.state != "ended"]
+    touched = {
+        name: [i for i, (one, state) in enumerate(lines) if one == name and state != "outdated"] for name in names
+    }
+    first, second = sorted(names, key=lambda name: touched[name][0])
+    assert touched[first][-1] < touched[second][0], f"both were away at once: {lines}"
 
 
 def test_a_node_is_drained(cluster: RealCluster, load: Load, report: Report) -> None:
@@ -278,7 +309,7 @@ def test_a_store_is_killed(cluster: RealCluster, load: Load, report: Report) -> 
 
 
 def test_the_routers_replica_is_killed(cluster: RealCluster, load: Load, report: Report) -> None:
-    """Its requests break, whoever answers them; the next ones wait for its successor."""
+    """Streams that it had begun end with one error; all else is asked again of its successor."""
     [pid] = router_replicas()
 
     def back() -> bool:
@@ -291,7 +322,9 @@ def test_the_routers_replica_is_killed(cluster: RealCluster, load: Load, report:
         os.kill(pid, signal.SIGKILL)
         killed_at.append(time.monotonic())
 
-    survive(load, report, "router's replica", kill, back, in_hand, in_hand)
+    survive(
+        load, report, "router's replica", kill, back, lambda *times: lambda one: one.stream and in_hand(*times)(one)
+    )
 
 
 def test_the_prefill_engine_is_killed(cluster: RealCluster, load: Load, report: Report) -> None:

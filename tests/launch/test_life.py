@@ -335,7 +335,7 @@ def test_the_command_line_with_a_router(sim: SimCluster, running: Running, tmp_p
     [replica] = router_replicas()
     assert parent_of(replica) == sim.head_raylet, "it would be lost with a node of the engines"
     again = raykv("up", str(file))
-    assert again["engines"] == up["engines"]
+    assert again["engines"] == up["engines"] and router_replicas() == [replica]
     file.write_text(file.read_text().replace("model:", "modle:"))
     wrong = raykv("up", str(file))
     assert (wrong["rc"], wrong["type"]) == (1, "ConfigError")

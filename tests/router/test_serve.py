@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from raykv.cluster_messages import CONTROLLER
 from raykv.config.router import RouterOptions
 from raykv.errors import ClusterError
 from tests.router import fake_engine as fakes
-from tests.router.fake_engine import TOKENS, drive, engine
+from tests.router.fake_engine import TOKENS, FakeEngine, drive, engine
 from tests.support.process import free_ports
 from tests.support.ray_cluster import RayCluster
 
@@ -65,6 +66,40 @@ async def until_answered(client: aiohttp.ClientSession, url: str) -> float:
         await asyncio.sleep(0.05)
 
 
+def replicas() -> set[str]:
+    """The names of the router's replicas."""
+    import ray
+
+    names = (found["name"] for found in ray.util.list_named_actors(all_namespaces=True))
+    return {name for name in names if name.startswith("SERVE_REPLICA::raykv-router")}
+
+
+async def lose_the_replica(client: aiohttp.ClientSession, url: str, engines: dict[str, FakeEngine]) -> None:
+    """Kill it with a stream under way, and a request that has no byte of its answer yet: Serve starts another one."""
+    import ray
+
+    d0 = engines["d0"]
+    d0.behave, aborted = fakes.streams_for_ever, d0.aborted
+    streaming = await client.post(url + "/v1/completions", json={"prompt": PROMPT, "stream": True})
+    assert d0.event(0) in await streaming.content.readany()
+    d0.behave, asked = fakes.hangs, len(d0.seen)
+    waiting = asyncio.ensure_future(client.post(url + "/v1/completions", json={"prompt": PROMPT}))
+    await fakes.until(lambda: len(d0.seen) > asked)
+    d0.behave = None
+    [replica] = replicas()
+    ray.kill(ray.get_actor(replica, namespace="serve"))
+    killed = time.monotonic()
+    events = (await streaming.read()).split(b"\n\n")
+    took = time.monotonic() - killed
+    assert b"replica died" in events[-3] and events[-2:] == [b"data: [DONE]", b""]
+    async with await waiting as response:  # asked again
+        assert response.status == 200 and (await response.json())["choices"][0]["text"].startswith("d0.0")
+        assert d0.seen[-1].headers["X-Request-Id"] == response.headers["X-Request-Id"]
+    print(f"a killed replica: its stream ended after {took:.1f} s, and another answered after", end=" ")
+    print(f"{time.monotonic() - killed:.1f} s")
+    await fakes.until(lambda: d0.aborted == aborted + 2)
+
+
 def test_through_ray_serve(in_cluster: None) -> None:
     import ray
 
@@ -111,15 +146,33 @@ def test_through_ray_serve(in_cluster: None) -> None:
             await fakes.until(lambda: engines["p0"].aborted == 1)
             engines["p0"].behave = None
 
+            # The same again changes nothing; other options do.
+            before = replicas()
+            await asyncio.to_thread(app.deploy, options)
+            assert replicas() == before and len(before) == 1
+            changed = dataclasses.replace(options, prefill_timeout_s=30.0)
+            await asyncio.to_thread(app.deploy, changed)
+            await until_answered(client, url)
+            await fakes.until(lambda: len(replicas()) == 1)
+            assert not replicas() & before
+
+            # A second replica leaves the first alone; with one of two lost, requests go on.
+            before = replicas()
+            await asyncio.to_thread(app.deploy, dataclasses.replace(changed, replicas=2))
+            await fakes.until(lambda: len(replicas()) == 2)
+            assert before < replicas()
+            ray.kill(ray.get_actor(before.pop(), namespace="serve"))
+            for _ in range(20):
+                async with client.post(url + "/v1/completions", json={"prompt": PROMPT}) as response:
+                    assert response.status == 200
+            await asyncio.to_thread(app.deploy, changed)
+            await fakes.until(lambda: len(replicas()) == 1)
+
             # Another address needs another Serve; the running router is left alone.
             with pytest.raises(ClusterError, match=f"listens at 127.0.0.1:{port}"):
                 await asyncio.to_thread(app.deploy, RouterOptions(port=free_ports(1)[0]))
 
-            # A replica that dies is started again.
-            names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)]
-            (replica,) = (name for name in names if name.startswith("SERVE_REPLICA::raykv-router"))
-            ray.kill(ray.get_actor(replica, namespace="serve"))
-            print(f"a killed replica was back after {await until_answered(client, url):.1f} s")
+            await lose_the_replica(client, url, engines)
             assert await asyncio.to_thread(app.remove)
             assert not await asyncio.to_thread(app.remove)
 

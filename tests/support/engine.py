@@ -12,8 +12,10 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -105,7 +107,9 @@ class Engine:
         if kv_transfer_config is not None:
             config["kv_transfer_config"] = dict(kv_transfer_config)
         config |= extra_args or {}
+        self._sockets = tempfile.mkdtemp(prefix="rkv-")  # vLLM's: a kill leaves them
         environment = {
+            "VLLM_RPC_BASE_PATH": self._sockets,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpus or cpu_binding(tensor_parallel_size),
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -161,6 +165,7 @@ class Engine:
     def kill(self) -> None:
         """SIGKILL, the whole group at once."""
         self.group.kill()
+        shutil.rmtree(self._sockets, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
