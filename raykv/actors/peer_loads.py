@@ -7,7 +7,6 @@ and its rows wait with the orphans. The KV cache is written by this process alon
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raykv.actors.late_transfers import LateTransfers
 from raykv.actors.peer_reach import Peers
 from raykv.actors.store_sessions import Session
 from raykv.actors.store_stock import Staging, Stock
 from raykv.actors.store_tiers import Written
 from raykv.core.peer_part import PeerBlock, PeerPart, seal
 from raykv.core.store_plans import Place
-from raykv.storage.checksum import as_bytes, checksum
+from raykv.storage.checksum import bytes_at, checksum
 from raykv.storage.nixl_transport import NixlTransport, Transfer, TransferState, TransportError
 
 logger = logging.getLogger("raykv")
@@ -31,8 +31,9 @@ CHUNK_NBYTES = 4 << 20
 """Of one transfer: what is checked and copied after it is still in the cache then."""
 DEPTH = 4
 """Transfers of one load that are under way: over a network one is checked while others arrive."""
-READ_THREADS = 2
-"""They begin transfers, of all loads."""
+READ_THREADS = 1
+"""It begins the transfers of all loads. Over shared memory that is the copy itself, under a spinning lock of UCX: a
+second one would take a core only to wait, and that core is the one that checks and copies on."""
 PATIENCE_S = 2.0
 SLOWEST = 64 << 20
 """A load from a peer ends within PATIENCE_S and the time that its bytes take at this rate; else it has failed. That is
@@ -60,12 +61,13 @@ class PeerLoaded:
 
 @dataclass(eq=False, slots=True)
 class _Target:
-    """A block on its way, into `place` of the fastest tier, else into row `staged`."""
+    """A block on its way, into `place` of the fastest tier, else into row `staged`: to `address`."""
 
     wanted: Wanted
     block: PeerBlock
     place: Place | None
     staged: int
+    address: int = 0
     checksum: int = 0
 
 
@@ -81,8 +83,7 @@ class PeerLoader:
     def __init__(self, stock: Stock, staging: Staging, transport: NixlTransport, peers: Peers) -> None:
         self._stock, self._staging, self._transport, self._peers = stock, staging, transport, peers
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="raykv-peer-read")
-        self._orphans: list[_Chunk] = []
-        self._lock = threading.Lock()
+        self._late = LateTransfers(self._ended)
         self.read_blocks = self.bad_blocks = 0
 
     def load(self, session: Session, row: int, part: PeerPart, wanted: Sequence[Wanted]) -> PeerLoaded:
@@ -117,7 +118,7 @@ class PeerLoader:
             self._peers.failed(part.peer, str(error))
         finally:
             for chunk in flying:
-                self._let_go(chunk)
+                self._late.let_go(chunk)
             good = {(one.group, one.index) for one in loaded.good}
             loaded.bad = [one for one in wanted if (one.group, one.index) not in good]
             self.read_blocks += len(loaded.good)
@@ -138,17 +139,11 @@ class PeerLoader:
         todo.extendleft(reversed(batch[len(targets) :]))
         if not targets:
             return None
-        kept, staging, nbytes_of = self._rows(targets), self._staging.rows, session.nbytes
-        bases = (kept.data_ptr() if kept is not None else 0, staging.data_ptr())
-        step = self._stock.tiers.slot_nbytes
-        pairs = [
-            (
-                one.block.address,
-                bases[0] + one.place.slot * step if one.place is not None else bases[1] + one.staged * step,
-                nbytes_of[one.wanted.group],
-            )
-            for one in targets
-        ]
+        kept, staging, nbytes_of = self._rows(targets), self._staging.rows.data_ptr(), session.nbytes
+        pool, step = kept.data_ptr() if kept is not None else 0, self._stock.tiers.slot_nbytes
+        for one in targets:
+            one.address = pool + one.place.slot * step if one.place is not None else staging + one.staged * step
+        pairs = [(one.block.address, one.address, nbytes_of[one.wanted.group]) for one in targets]
         # Over shared memory the call that begins a read is the one that copies: not in this thread, which checks.
         return _Chunk(targets, self._readers.submit(self._transport.read, part.store, pairs))
 
@@ -177,7 +172,13 @@ class PeerLoader:
 
     def _finish(self, session: Session, chunk: _Chunk, part: PeerPart, limit: float, loaded: PeerLoaded) -> None:
         """Wait for it, check it, copy it on. What it leaves undone is let go by the caller."""
-        transfer, pause = chunk.transfer.result(), FIRST_SLEEP_S
+        try:
+            transfer = chunk.transfer.result(max(0.0, limit - time.monotonic()))
+        except TimeoutError:
+            loaded.error = f"a read from store {part.peer} did not begin in time"
+            self._peers.failed(part.peer, loaded.error)
+            return
+        pause = FIRST_SLEEP_S
         while transfer.poll() is TransferState.RUNNING and time.monotonic() < limit:
             time.sleep(pause)
             pause = min(LAST_SLEEP_S, 2 * pause)
@@ -185,13 +186,9 @@ class PeerLoader:
             loaded.error = f"a read from store {part.peer} failed: {transfer.error or 'it is too slow, or hangs'}"
             self._peers.failed(part.peer, loaded.error)
             return
-        kept, step = self._rows(chunk.targets), self._stock.tiers.slot_nbytes
-        kept_bytes = as_bytes(kept.view(-1)) if kept is not None else memoryview(b"")
-        staged_bytes = as_bytes(self._staging.rows.view(-1))
         for one in chunk.targets:
             nbytes = session.nbytes[one.wanted.group]
-            data = kept_bytes[one.place.slot * step :] if one.place is not None else staged_bytes[one.staged * step :]
-            one.checksum = checksum(data[:nbytes])
+            one.checksum = checksum(bytes_at(one.address, nbytes))
             if seal(one.block.key, nbytes, one.checksum) != one.block.seal:
                 self.bad_blocks += 1
                 loaded.error = f"store {part.peer} has other bytes than it said"
@@ -230,18 +227,16 @@ class PeerLoader:
 
     # -- what has failed ------------------------------------------------------------------------------------
 
-    def _let_go(self, chunk: _Chunk) -> None:
-        if not self._ended(chunk):
-            with self._lock:
-                self._orphans.append(chunk)
-
     def _ended(self, chunk: _Chunk) -> bool:
         """Whether nothing writes into its rows any more; then they are given back."""
-        try:
-            if chunk.transfer.result().poll() is TransferState.RUNNING:
+        if not chunk.transfer.cancel():  # else it never begins
+            if not chunk.transfer.done():
                 return False
-        except TransportError:
-            pass  # it never began
+            try:
+                if chunk.transfer.result().poll() is TransferState.RUNNING:
+                    return False
+            except TransportError:
+                pass  # it never began
         targets, chunk.targets = chunk.targets, []
         self._give_up(targets)
         return True
@@ -260,9 +255,4 @@ class PeerLoader:
 
     def reap(self) -> int:
         """Give back the rows of late transfers that have ended; how many have not."""
-        with self._lock:
-            orphans, self._orphans = self._orphans, []
-        left = [chunk for chunk in orphans if not self._ended(chunk)]
-        with self._lock:
-            self._orphans.extend(left)
-            return len(self._orphans)
+        return self._late.reap()

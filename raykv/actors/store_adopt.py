@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raykv.actors.late_transfers import LateTransfers
 from raykv.actors.peer_reach import Peers
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Written
@@ -56,8 +56,7 @@ class Adopter:
 
     def __init__(self, stock: Stock, life: StoreLife, transport: NixlTransport, peers: Peers) -> None:
         self._stock, self._life, self._transport, self._peers = stock, life, transport, peers
-        self._orphans: list[_Chunk] = []
-        self._lock = threading.Lock()
+        self._late = LateTransfers(self._ended)
 
     def adopt(self, adopt: Adopt) -> Adopted:
         """Take what there is room for, from the first block on. Blocks for about as long as the bytes take."""
@@ -113,7 +112,7 @@ class Adopter:
             error = str(failed)
         finally:
             for chunk in flying:
-                self._let_go(chunk)
+                self._late.let_go(chunk)
             with self._stock.lock:
                 self._stock.book.end_fetch([], [place for blocks in todo for _, place in blocks])
         if error:
@@ -155,11 +154,6 @@ class Adopter:
 
     # -- what has failed ------------------------------------------------------------------------------------
 
-    def _let_go(self, chunk: _Chunk) -> None:
-        if not self._ended(chunk):
-            with self._lock:
-                self._orphans.append(chunk)
-
     def _ended(self, chunk: _Chunk) -> bool:
         """Whether nothing writes into its slots any more; then they are given back."""
         if chunk.transfer.poll() is TransferState.RUNNING:
@@ -169,14 +163,8 @@ class Adopter:
         return True
 
     def reap(self) -> int:
-        """Give back the slots of late transfers that have ended; how many have not. After the end of the transport
-        all have."""
-        with self._lock:
-            orphans, self._orphans = self._orphans, []
-        left = [chunk for chunk in orphans if not self._ended(chunk)]
-        with self._lock:
-            self._orphans.extend(left)
-            return len(self._orphans)
+        """Give back the slots of late transfers that have ended; how many have not."""
+        return self._late.reap()
 
 
 def _blocks_of(adopt: Adopt, slot_nbytes: int) -> list[_Block] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,12 +31,14 @@ STAGING_NBYTES = 64 << 20
 
 
 class Staging:
-    """Page-aligned rows for bytes on their way from or to a tier that is not memory. Any thread."""
+    """Page-aligned rows for bytes on their way from or to a tier that is not memory. Any thread.
+
+    In turn: what one core has just read is overwritten late by another, which would have to fetch it from its cache."""
 
     def __init__(self, slot_nbytes: int) -> None:
         count = max(4, min(64, STAGING_NBYTES // slot_nbytes))
         self.rows: torch.Tensor = aligned_buffer(count * slot_nbytes).view(count, slot_nbytes)
-        self._free = list(range(count))
+        self._free = deque(range(count))
         self._changed = threading.Condition()
 
     def take(self, wait: bool = True, timeout: float | None = None) -> int | None:
@@ -44,7 +47,7 @@ class Staging:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
-            return self._free.pop() if self._free else None
+            return self._free.popleft() if self._free else None
 
     def take_some(self, most: int) -> list[int]:
         """One row at least, which the caller, who holds none, may wait for."""

@@ -8,6 +8,7 @@ data the GIL is held for 10 us at most, which costs less than giving it up.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TypeAlias
 
 import torch
@@ -31,6 +32,11 @@ def checksum(data: Bytes) -> int:
 def matches(data: Bytes, expected: int) -> bool:
     """Whether the bytes are those that had this checksum."""
     return checksum(data) == expected
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Memory of this process that stays as long as the view is used. Takes less than a slice of a tensor."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address))
 
 
 def as_bytes(data: Bytes) -> memoryview:

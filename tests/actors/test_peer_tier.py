@@ -403,6 +403,26 @@ def test_a_read_that_does_not_end_keeps_its_memory(h: Harness, monkeypatch: pyte
     assert b.status().tiers[0].used == 0
 
 
+def test_a_read_that_does_not_begin_costs_its_limit_and_keeps_its_memory(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, b, near, found = a_hit(h)
+    begins, read = threading.Event(), nixl_transport.NixlTransport.read
+
+    def stuck(transport: nixl_transport.NixlTransport, *args: Any) -> nixl_transport.Transfer:
+        assert begins.wait(PATIENCE)
+        return read(transport, *args)
+
+    monkeypatch.setattr(nixl_transport.NixlTransport, "read", stuck)
+    monkeypatch.setattr("raykv.actors.peer_loads.PATIENCE_S", 0.2)
+    done = h.get(b, near, found, [10, 11, 12, 13])
+    assert not done.ok and "did not begin" in done.error
+    assert b.status().tiers[0].writing == 4, "it may begin yet"
+    begins.set()
+    eventually(lambda: b.status().tiers[0].writing == 0)
+    assert b.status().tiers[0].used == 0 and near.blocks([10, 11]) == [bytes(SLOT)] * 2
+
+
 def test_a_store_closes_with_a_read_that_does_not_end(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     _, b, near, found = a_hit(h)
     released = hold(monkeypatch)
