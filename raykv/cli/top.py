@@ -108,7 +108,7 @@ def _head(snapshot: Snapshot, speed: Rates) -> Text:
     alive = sum(node.state == "alive" for node in snapshot.nodes)
     tokens = sum(ran(by_source) for by_source in speed.tokens.values())
     computed = sum(by_source.get("computed", 0.0) for by_source in speed.tokens.values())
-    reused = f", {1 - computed / tokens:.0%} not computed" if tokens else ""
+    reused = f", {1 - computed / tokens:.0%} of them not computed" if tokens else ""
     running = sum(engine.running for engine in snapshot.engines)
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at))
     text = f"{clock}  {snapshot.address}  {alive} of {len(snapshot.nodes)} nodes, {len(snapshot.engines)} engines, "
@@ -132,12 +132,17 @@ def _engines(snapshot: Snapshot, speed: Rates) -> Any:
     rows = []
     for engine in snapshot.engines:
         by_source = speed.tokens.get(engine.id, {})
-        whole = ran(engine.tokens)
-        share = f"{1 - engine.tokens.get('computed', 0) / whole:.0%}" if whole else "-"
         cells = [f"{by_source.get(source, 0.0):,.0f}" for source in sources]
-        rows.append((engine.label, engine.host or "-", engine.running, *cells, share))
-    return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "not computed#"), rows,
-                 "tokens/s by source")  # fmt: skip
+        rows.append((engine.label, engine.host or "-", engine.running, *cells, _reused(by_source),
+                     _reused(engine.tokens)))  # fmt: skip
+    return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "reused now#", "ever#"), rows,
+                 "prompt tokens/s by source")  # fmt: skip
+
+
+def _reused(tokens: Mapping[str, float]) -> str:
+    """The share that nobody computed."""
+    whole = ran(tokens)
+    return f"{1 - tokens.get('computed', 0) / whole:.0%}" if whole else "-"
 
 
 def _children(snapshot: Snapshot) -> Any:
@@ -147,12 +152,13 @@ def _children(snapshot: Snapshot) -> Any:
             loaded, saved = (child.counters.get(f"tokens_{what}", 0) for what in ("loaded", "saved"))
             failed = sum(number for name, number in child.counters.items() if "fail" in name or "timed_out" in name)
             state = Text(child.state, style=STYLES.get(child.state, "yellow"))
-            flags = f"{'loads' if child.loads else '-'} {'saves' if child.saves else '-'}"
+            does = " and ".join(what for what, may in (("loads", child.loads), ("saves", child.saves)) if may)
             rate = engine.load_rates.get(child.name, 0.0)
             speed = f"{rate:,.0f}" if rate else "-"
-            rows.append((engine.label, child.name, state, child.incarnation, flags, f"{loaded:,}", f"{saved:,}",
+            rows.append((engine.label, child.name, state, child.incarnation, does or "-", f"{loaded:,}", f"{saved:,}",
                          f"{failed:,}", speed))  # fmt: skip
-    return table(("engine", "child", "state", "life#", "", "loaded#", "saved#", "failed#", "measured tokens/s#"), rows)
+    columns = ("engine", "child", "state", "restarts#", "may", "loaded#", "saved#", "failed#", "loads at tokens/s#")
+    return table(columns, rows, "children, tokens since the engine's start")
 
 
 def _tiers(snapshot: Snapshot, speed: Rates) -> Any:
