@@ -1,0 +1,164 @@
+"""Two real engines under load, a real Prometheus and readers of both streams of KV events: what each of them sees."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from raykv.actors.event_reader import EventReader, EventsSilent
+from raykv.observe import provision
+from raykv.observe.names import CHILD_COUNTERS, CHILD_GAUGES, CHILD_TIMES, seconds_name
+from tests.observe.test_prometheus import QUERIES, as_grafana_sends
+from tests.support.busy_engines import BLOCK, BusyEngines, connect
+from tests.support.prometheus import Prometheus
+from tests.support.prompts import prompt
+
+pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
+
+FILL_S = 240.0
+NOTHING_HAPPENS = {"Asking other nodes"}
+"""There is one node: nobody else is asked, so the seconds of that are not a number."""
+CHILDREN = {"tiers", "files"}
+
+
+@pytest.fixture(scope="module")
+def busy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BusyEngines]:
+    found = BusyEngines(tiny_model, tmp_path_factory.mktemp("busy"))
+    try:
+        yield found
+    finally:
+        found.close()
+    assert not found.wrong
+
+
+@pytest.fixture
+def load(busy: BusyEngines) -> Iterator[None]:
+    busy.begin()
+    yield
+    busy.rest()
+    assert busy.served and not busy.wrong
+
+
+def eventually(true: Callable[[], Any], what: str, patience_s: float = 90.0) -> Any:
+    deadline = time.monotonic() + patience_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
+    return found
+
+
+def numbers(prometheus: Prometheus, expr: str) -> list[float]:
+    found = [float(result["value"][1]) for result in prometheus.query(expr)]
+    return [] if all(map(math.isnan, found)) else found
+
+
+def test_each_panel_has_data_and_each_page_its_labels(busy: BusyEngines, load: None) -> None:
+    pages = {name: engine.serve_metrics() for name, engine in busy.engines.items()}
+    prometheus = Prometheus([*busy.targets, *pages.values()], provision.alerts_text())
+    try:
+        with connect(busy) as kv:  # a child is lost and comes back: that takes some seconds to be measured
+            pid = eventually(lambda: next(iter(kv.engine("left").child("files").host_pids), 0), "a host")
+            os.kill(pid, signal.SIGKILL)
+        wanted = {what: as_grafana_sends(expr) for what, expr in QUERIES.items()}
+        deadline = time.monotonic() + FILL_S
+        while set(wanted) - {what for what in wanted if any(part in what for part in NOTHING_HAPPENS)}:
+            wanted = {what: expr for what, expr in wanted.items() if not numbers(prometheus, expr)}
+            assert time.monotonic() < deadline, f"these have no data: {sorted(wanted)}"
+            time.sleep(1.0)
+        sources = {
+            result["metric"]["source"] for result in prometheus.query("sum by (source) (ray_raykv_tokens_total)")
+        }
+        assert sources >= {"gpu", "host", "disk", "computed"}
+        of_vllm = [f"vllm:raykv_{name}_total" for name in CHILD_COUNTERS]
+        of_vllm += [f"vllm:raykv_{seconds_name(name)}_total" for name in CHILD_TIMES]
+        for name in [*of_vllm, *(f"vllm:raykv_child_{name}" for name in CHILD_GAUGES)]:
+            labels = {(one["metric"]["instance"], one["metric"]["raykv_child"]) for one in prometheus.query(name)}
+            assert labels == {(page, child) for page in pages.values() for child in CHILDREN}, name
+        loaded = prometheus.query('vllm:raykv_tokens_loaded_total{raykv_child="tiers"}')
+        assert len(loaded) == 2 and all(float(one["value"][1]) > 0 for one in loaded)
+        media = {one["metric"].get("medium") for one in prometheus.query("vllm:raykv_tier_tokens_loaded_total > 0")}
+        assert media >= {"host", "disk"}
+    finally:
+        prometheus.stop()
+
+
+class Copies:
+    """What a router of both streams believes: for each hash in which media, and whose they are."""
+
+    def __init__(self) -> None:
+        self.where: dict[int, set[tuple[str, str]]] = defaultdict(set)
+        self.tokens: dict[int, list[int]] = {}
+
+    def take(self, publisher: str, payload: bytes) -> None:
+        """A KVEventBatch of an engine's publisher, or of the merged stream ("")."""
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                for places in self.where.values():
+                    places -= {one for one in places if (one[0] == "GPU") is bool(publisher)}
+                continue
+            owner = event.get("ownership") or publisher
+            for number, block_hash in enumerate(event["block_hashes"]):
+                place = (event["medium"], owner)
+                (set.add if event["type"] == "BlockStored" else set.discard)(self.where[block_hash], place)
+                if event.get("token_ids"):
+                    size = event["block_size"]
+                    self.tokens[block_hash] = event["token_ids"][number * size : (number + 1) * size]
+
+    def media(self, tokens: list[int]) -> set[str]:
+        """Of the blocks of a prompt that some engine has told the tokens of; empty unless all are known."""
+        blocks = [tokens[at : at + BLOCK] for at in range(0, len(tokens) // BLOCK * BLOCK, BLOCK)]
+        known = {tuple(one): block_hash for block_hash, one in self.tokens.items()}
+        if not all(tuple(block) in known for block in blocks):
+            return set()
+        places = [{medium for medium, _ in self.where[known[tuple(block)]]} for block in blocks]
+        return set.intersection(*places)
+
+
+def test_a_router_follows_both_streams(busy: BusyEngines) -> None:
+    """The engines' own tell GPU blocks and tokens, the merged one what stores hold and lose, by the same hashes."""
+    context, copies = zmq.Context(), Copies()
+    engines = {}
+    for name, endpoint in busy.endpoints.items():
+        engines[name] = context.socket(zmq.SUB)
+        engines[name].setsockopt_string(zmq.SUBSCRIBE, f"kv@{name}")
+        engines[name].connect(endpoint)
+    mine = prompt(10 * BLOCK + 5, seed=31)
+    with connect(busy) as kv, EventReader(busy.events.address, busy.events.replay_address) as stores:
+
+        def read() -> Copies:
+            for name, socket in engines.items():
+                while socket.poll(10):
+                    copies.take(name, socket.recv_multipart()[-1])
+            try:
+                while True:
+                    copies.take("", stores.next(0.05).payload)
+            except EventsSilent:
+                return copies
+
+        def asked() -> bool:  # vLLM's publisher drops what it tells before a subscription has reached it
+            busy.engines["left"].forget(60)
+            busy.engines["left"].generate(mine, 4)
+            return {"GPU", "CPU"} <= read().media(mine)
+
+        try:
+            eventually(asked, "the prompt on the GPU and in the host tier")
+            owners = {owner for places in copies.where.values() for medium, owner in places if medium == "CPU"}
+            assert owners == {store.actor for store in kv.stores}
+            busy.engines["left"].forget(60)
+            eventually(lambda: read().media(mine) == {"CPU"}, "nothing on the GPU, all in the host tier")
+            assert kv.drain_tier("host").ok and kv.clear(tier="host").ok
+            eventually(lambda: read().media(mine) == {"STORAGE"}, "all on the disk alone")
+            assert kv.clear(everything=True).ok and kv.add_tier("host", kv.stores[0].tier("host").capacity).ok
+            eventually(lambda: not read().media(mine), "nothing anywhere")
+        finally:
+            context.destroy(linger=0)
