@@ -35,7 +35,7 @@ from raykv.actors.store_metrics import LookUpMeter, metrics_of
 from raykv.actors.store_mover import Mover
 from raykv.actors.store_saves import Saver
 from raykv.actors.store_sessions import Engine, Session, Sessions, open_session
-from raykv.actors.store_shared import SharedLookUps
+from raykv.actors.store_shared import Prompt, SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Tiers, round_up
 from raykv.actors.tier_operations import KINDS as TIER_KINDS
@@ -338,7 +338,7 @@ class NodeStore:
         found, shared = self._sessions.complete(engine), self._shared
         if shared is not None and found is not None:
             _, fingerprints, windows = found
-            shared.find([(fingerprints, windows, look_up.hashes) for look_up in batch])
+            shared.find([Prompt(fingerprints, windows, look_up.hashes, look_up.tenant) for look_up in batch])
         answers = [self._look_up(engine, look_up) for look_up in batch]
         self._look_up_meter.took(time.monotonic() - begun)
         if self._peers is None or not self._peers.reacher.up:

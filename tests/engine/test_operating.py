@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -427,13 +428,15 @@ def test_a_node_is_drained(at: Operated, way: str, tmp_path: Path) -> None:
 # -- live changes -----------------------------------------------------------------------------------------------------
 
 
-def change_live(at: Operated, number: int, seed: int) -> None:
-    """So many random changes. The load compares its answers all the while."""
+def change_live(at: Operated, number: int, seed: int, for_s: float = math.inf) -> None:
+    """So many random changes, or as many as there is time for. The load compares its answers all the while."""
     changes, before = Changes(at, seed), at.check_load()
+    deadline, done = time.monotonic() + for_s, 0
     try:
-        for _ in range(number):
+        while done < number and time.monotonic() < deadline:
             changes.one()
             at.check_load()
+            done += 1
     finally:
         changes.undo()
     at.check_integrity()
@@ -443,7 +446,7 @@ def change_live(at: Operated, number: int, seed: int) -> None:
     for kind, took in sorted(changes.took.items()):
         middle = sorted(took)[len(took) // 2]
         print(f"{kind}: {len(took)}, median {middle:.2f} s, longest {max(took):.2f} s", file=sys.stderr)
-    print(f"{number} changes, {at.check_load() - before} requests meanwhile", file=sys.stderr)
+    print(f"{done} changes, {at.check_load() - before} requests meanwhile", file=sys.stderr)
 
 
 def test_live_changes(at: Operated) -> None:
@@ -453,7 +456,8 @@ def test_live_changes(at: Operated) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_200_live_changes(at: Operated) -> None:
-    change_live(at, int(os.environ.get("RAYKV_CHANGES", "200")), seed=int(os.environ.get("RAYKV_SEED", "200")))
+    seed, for_s = int(os.environ.get("RAYKV_SEED", "200")), float(os.environ.get("RAYKV_CHANGES_S", "inf"))
+    change_live(at, 200, seed, for_s)
 
 
 # -- what is killed comes back ----------------------------------------------------------------------------------------
