@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from raykv.actors import cluster, controller_handle, directory_handle, event_handle, store_handle
+from raykv.actors import cluster, controller_handle, directory_handle, event_handle
 from raykv.event_messages import EventsOptions, EventsStatus
 from tests.support.configs import example_child, multi, tier_child
 from tests.support.engine import Engine
@@ -88,9 +88,8 @@ class BusyEngines:
         self._stack.callback(self.engines[name].close)
 
     def _leave(self) -> None:
+        """All but the engines' store, which ends with the cluster."""
         event_handle.shutdown_events()
-        directory_handle.shutdown_directory()
-        store_handle.shutdown_stores()
         cluster.disconnect()
 
     @property
