@@ -104,7 +104,7 @@ class Copies:
         for event in msgspec.msgpack.decode(payload)[1]:
             if event["type"] == "AllBlocksCleared":
                 for places in self.where.values():
-                    places -= {one for one in places if (one[0] == "GPU") is bool(publisher)}
+                    places -= {one for one in places if (one[1] == publisher if publisher else one[0] != "GPU")}
                 continue
             owner = event.get("ownership") or publisher
             for number, block_hash in enumerate(event["block_hashes"]):
