@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -175,8 +176,16 @@ def test_what_there_is(at: Operated) -> None:
     assert frame["rates"]["stores"][store.actor]["look_ups"] > 0
     before = {name: sum(at.kv.engine(name).tokens.values()) for name in at.engines}
     wait_until(lambda: all(sum(at.kv.engine(n).tokens.values()) > before[n] for n in before), "more tokens")
+    assert [one.id for one in asyncio.run(nodes_of(at))] == [node.id]
     text = in_a_shell("top", "--once")
     assert all(part in text for part in ("one", "two", EXAMPLE, TIERS, store.at, "host", "disk"))
+
+
+async def nodes_of(at: Operated) -> Any:
+    """By a coroutine."""
+    snapshot, store = await asyncio.gather(at.kv.aio.snapshot(), at.kv.aio.store(at.store_name))
+    assert store.actor in snapshot.nodes[0].stores
+    return snapshot.nodes
 
 
 def test_the_machine_is_examined(at: Operated, tmp_path: Path) -> None:
@@ -355,6 +364,19 @@ def test_watch_sees_what_is_done(at: Operated) -> None:
         stop.set()
         watching.join()
         at.kv.resize_tier("disk", DISK)
+
+
+def test_watching_in_a_shell(at: Operated) -> None:
+    with ThreadPoolExecutor(1) as other:
+        watching = other.submit(in_a_shell, "watch", "--json", "--every", "0.2", "--for", "12s")
+        while not watching.done():  # it takes some seconds before it looks
+            at.kv.pause_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "off")
+            at.kv.resume_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "up")
+    events = [json.loads(line) for line in watching.result().splitlines()]
+    assert {("child", "off"), ("child", "up")} <= {(one["kind"], one["what"]) for one in events}
+    assert {one["name"] for one in events if one["kind"] == "child"} == {EXAMPLE}
 
 
 @pytest.mark.parametrize("way", WAYS)
