@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from raykv.api import Engine, Snapshot, Store
 
 BAR = 16
+WIDE = 100
+"""Columns. In a narrower terminal there are no bars, and no growth: else cells would be folded."""
 NOT_RUN = "not run"
 FIRST = ("gpu", "host", "disk", "peer", "fs")
 """Sources in the order of their columns; children and "computed" follow."""
@@ -79,7 +81,7 @@ def _lines(kv: Any, pause: float, limit: float | None, once: bool, as_json: bool
         if as_json:
             click.echo(json.dumps({**snapshot.to_dict(), "rates": speed.to_dict()}))
         else:
-            out.print(frame(snapshot, speed))
+            out.print(frame(snapshot, speed, out.width))
 
 
 def _live(kv: Any, pause: float, limit: float | None) -> None:
@@ -87,19 +89,19 @@ def _live(kv: Any, pause: float, limit: float | None) -> None:
 
     with Live(console=out, screen=True, auto_refresh=False) as live:
         for snapshot, speed in _frames(kv, pause, limit, once=False):
-            live.update(frame(snapshot, speed), refresh=True)
+            live.update(frame(snapshot, speed, out.width), refresh=True)
 
 
 # -- a frame ----------------------------------------------------------------------------------------------------------
 
 
-def frame(snapshot: Snapshot, speed: Rates) -> Group:
+def frame(snapshot: Snapshot, speed: Rates, width: int = WIDE) -> Group:
     """All of a frame: who computes or loads how much, what each tier does, what is wrong."""
     parts: list[Any] = [_head(snapshot, speed)]
     if snapshot.engines:
         parts += [Text(), _engines(snapshot, speed), Text(), _children(snapshot)]
     if snapshot.stores:
-        parts += [Text(), _tiers(snapshot, speed)]
+        parts += [Text(), _tiers(snapshot, speed, width >= WIDE)]
     parts += [line for line in (*map(_engine_note, snapshot.engines), *map(_store_note, snapshot.stores)) if line]
     return Group(*parts)
 
@@ -152,27 +154,33 @@ def _children(snapshot: Snapshot) -> Any:
             loaded, saved = (child.counters.get(f"tokens_{what}", 0) for what in ("loaded", "saved"))
             failed = sum(number for name, number in child.counters.items() if "fail" in name or "timed_out" in name)
             state = Text(child.state, style=STYLES.get(child.state, "yellow"))
-            does = " and ".join(what for what, may in (("loads", child.loads), ("saves", child.saves)) if may)
+            does = "+".join(what for what, may in (("load", child.loads), ("save", child.saves)) if may)
             rate = engine.load_rates.get(child.name, 0.0)
             speed = f"{rate:,.0f}" if rate else "-"
             rows.append((engine.label, child.name, state, child.incarnation, does or "-", f"{loaded:,}", f"{saved:,}",
                          f"{failed:,}", speed))  # fmt: skip
-    columns = ("engine", "child", "state", "restarts#", "may", "loaded#", "saved#", "failed#", "loads at tokens/s#")
-    return table(columns, rows, "children, tokens since the engine's start")
+    columns = ("engine", "child", "state", "restarts#", "may", "loaded#", "saved#", "failed#", "tokens/s#")
+    return table(columns, rows, "children: tokens since the engine's start, and the speed of loads")
 
 
-def _tiers(snapshot: Snapshot, speed: Rates) -> Any:
+def _tiers(snapshot: Snapshot, speed: Rates, wide: bool) -> Any:
     rows = []
     for store in snapshot.stores:
         of_store = speed.stores.get(store.actor)
         for tier in store.tiers:
             rate = of_store.tiers.get(tier.medium) if of_store is not None else None
             bar = Text(("█" * round(tier.fill * BAR)).ljust(BAR, "░"), style="red" if tier.off else "green")
-            cells = (f"{rate.hits:,.1f}", f"{rate.growth:+,.1f}", f"{rate.evicted:,.1f}") if rate else ("-", "-", "-")
+            hits, growth, evicted = (rate.hits, rate.growth, rate.evicted) if rate else (None, None, None)
             room = f"{show_nbytes(tier.used_nbytes)} of {show_nbytes(tier.capacity)}"
-            rows.append((store.at, tier.medium, bar, f"{tier.fill:.0%}", room, *cells, f"{tier.bad_reads:,}"))
-    return table(("store", "tier", "", "fill#", "room#", "hits/s#", "growth/s#", "evicted/s#", "bad#"), rows,
-                 "tiers, in blocks/s")  # fmt: skip
+            rows.append((store.at, tier.medium, *([bar] if wide else []), f"{tier.fill:.0%}", room, _shown(hits),
+                         *([_shown(growth, "+")] if wide else []), _shown(evicted), f"{tier.bad_reads:,}"))  # fmt: skip
+    columns = ("store", "tier", *([""] if wide else []), "fill#", "room#", "hits/s#", *(["growth/s#"] if wide else []),
+               "evicted/s#", "bad#")  # fmt: skip
+    return table(columns, rows, "tiers, in blocks/s")
+
+
+def _shown(rate: float | None, sign: str = "") -> str:
+    return "-" if rate is None else f"{rate:{sign},.1f}"
 
 
 def _engine_note(engine: Engine) -> Text | None:
