@@ -13,7 +13,7 @@ from rich.text import Text
 
 from raykv.api.shown import table
 from raykv.api.watching import Rates, rates
-from raykv.api.words import seconds, show_nbytes
+from raykv.api.words import count, seconds, show_nbytes
 from raykv.cli.base import fail, main, out
 from raykv.cli.connected import ADDRESS, NAMESPACE, TIMEOUT, connected
 from raykv.cli.status import STYLES
@@ -110,11 +110,12 @@ def _head(snapshot: Snapshot, speed: Rates) -> Text:
     alive = sum(node.state == "alive" for node in snapshot.nodes)
     tokens = sum(ran(by_source) for by_source in speed.tokens.values())
     computed = sum(by_source.get("computed", 0.0) for by_source in speed.tokens.values())
-    reused = f", {1 - computed / tokens:.0%} of them not computed" if tokens else ""
+    reused = f", {1 - computed / tokens:.0%} reused" if tokens else ""
     running = sum(engine.running for engine in snapshot.engines)
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at))
-    text = f"{clock}  {snapshot.address}  {alive} of {len(snapshot.nodes)} nodes, {len(snapshot.engines)} engines, "
-    text += f"{len(snapshot.stores)} stores  {running} requests run  {tokens:,.0f} prompt tokens/s{reused}"
+    text = f"{clock}  {snapshot.address}  {alive} of {count(len(snapshot.nodes), 'node')}, "
+    text += f"{count(len(snapshot.engines), 'engine')}, {count(len(snapshot.stores), 'store')}  "
+    text += f"{count(running, 'request')} under way  {tokens:,.0f} prompt tokens/s{reused}"
     return Text(text, style="bold")
 
 
