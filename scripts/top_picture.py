@@ -25,7 +25,7 @@ from tests.support.busy_engines import BusyEngines
 from tests.support.models import tiny_llama
 
 NAME = "raykv-top.png"
-COLUMNS = 116
+COLUMNS = 118
 WARM_S = 45.0
 """Until all tiers are in use."""
 
