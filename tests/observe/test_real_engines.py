@@ -62,6 +62,12 @@ def numbers(prometheus: Prometheus, expr: str) -> list[float]:
     return [] if all(map(math.isnan, found)) else found
 
 
+def vllms(prometheus: Prometheus, name: str) -> list[tuple[dict[str, str], float]]:
+    """A metric of vLLM's pages, in whose names prometheus_client writes `_` for `:` to who asks for OpenMetrics."""
+    found = prometheus.query(f'{{__name__=~"vllm[:_]raykv_{name}"}}')
+    return [(one["metric"], float(one["value"][1])) for one in found]
+
+
 def test_each_panel_has_data_and_each_page_its_labels(busy: BusyEngines, load: None) -> None:
     pages = {name: engine.serve_metrics() for name, engine in busy.engines.items()}
     prometheus = Prometheus([*busy.targets, *pages.values()], provision.alerts_text())
@@ -79,14 +85,14 @@ def test_each_panel_has_data_and_each_page_its_labels(busy: BusyEngines, load: N
             result["metric"]["source"] for result in prometheus.query("sum by (source) (ray_raykv_tokens_total)")
         }
         assert sources >= {"gpu", "host", "disk", "computed"}
-        of_vllm = [f"vllm:raykv_{name}_total" for name in CHILD_COUNTERS]
-        of_vllm += [f"vllm:raykv_{seconds_name(name)}_total" for name in CHILD_TIMES]
-        for name in [*of_vllm, *(f"vllm:raykv_child_{name}" for name in CHILD_GAUGES)]:
-            labels = {(one["metric"]["instance"], one["metric"]["raykv_child"]) for one in prometheus.query(name)}
+        of_vllm = [f"{name}_total" for name in (*CHILD_COUNTERS, *map(seconds_name, CHILD_TIMES))]
+        for name in [*of_vllm, *(f"child_{name}" for name in CHILD_GAUGES)]:
+            labels = {(one["instance"], one["raykv_child"]) for one, _ in vllms(prometheus, name)}
             assert labels == {(page, child) for page in pages.values() for child in CHILDREN}, name
-        loaded = prometheus.query('vllm:raykv_tokens_loaded_total{raykv_child="tiers"}')
-        assert len(loaded) == 2 and all(float(one["value"][1]) > 0 for one in loaded)
-        media = {one["metric"].get("medium") for one in prometheus.query("vllm:raykv_tier_tokens_loaded_total > 0")}
+        for name in ("tokens_loaded_total", "tokens_saved_total"):
+            figures = [value for labels, value in vllms(prometheus, name) if labels["raykv_child"] == "tiers"]
+            assert len(figures) == 2 and all(figures), name
+        media = {labels["medium"] for labels, value in vllms(prometheus, "tier_tokens_loaded_total") if value}
         assert media >= {"host", "disk"}
     finally:
         prometheus.stop()

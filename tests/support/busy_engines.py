@@ -77,7 +77,8 @@ class BusyEngines:
         children = [tiers, example_child(folder / name, name="files", timeout_s=60, load_timeout_s=60)]
         (port,) = free_ports(1)
         self.endpoints[name] = f"tcp://127.0.0.1:{port}"
-        published = {"enable_kv_cache_events": True, "endpoint": self.endpoints[name], "topic": f"kv@{name}"}
+        # Without the star vLLM's publisher connects to the endpoint where others bind.
+        published = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "topic": f"kv@{name}"}
         self.engines[name] = Engine(
             model,
             multi(children, engine_id=name),
