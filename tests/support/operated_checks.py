@@ -65,7 +65,8 @@ def to_disk(at: Operated, name: str) -> None:
 def in_a_shell(*arguments: str) -> str:
     """What a command prints, in a process of its own."""
     command = [sys.executable, "-m", "raykv.cli", *arguments]
-    return subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
+    env = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, env=env, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
 
 
 def spoiled_on_disk(at: Operated, name: str) -> None:
