@@ -161,7 +161,8 @@ def test_a_router_follows_both_streams(busy: BusyEngines) -> None:
             owners = {owner for places in copies.where.values() for medium, owner in places if medium == "CPU"}
             assert owners == {store.actor for store in kv.stores}
             busy.engines["left"].forget(60)
-            eventually(lambda: read().media(mine) == {"CPU"}, "nothing on the GPU, all in the host tier")
+            held = ({"CPU"}, {"CPU", "STORAGE"})  # a full host tier has copies of what is cold on the disk
+            eventually(lambda: read().media(mine) in held, "nothing on the GPU, all in the host tier")
             assert kv.drain_tier("host").ok and kv.clear(tier="host").ok
             eventually(lambda: read().media(mine) == {"STORAGE"}, "all on the disk alone")
             assert kv.clear(everything=True).ok and kv.add_tier("host", kv.stores[0].tier("host").capacity).ok
