@@ -19,7 +19,7 @@ from raykv.actors.event_reader import EventReader, EventsSilent
 from raykv.observe import provision
 from raykv.observe.names import CHILD_COUNTERS, CHILD_GAUGES, CHILD_TIMES, seconds_name
 from tests.observe.test_prometheus import QUERIES, as_grafana_sends
-from tests.support.busy_engines import BLOCK, BusyEngines, connect
+from tests.support.busy_engines import BLOCK, BusyEngines
 from tests.support.prometheus import Prometheus
 from tests.support.prompts import prompt
 
@@ -72,9 +72,9 @@ def test_each_panel_has_data_and_each_page_its_labels(busy: BusyEngines, load: N
     pages = {name: engine.serve_metrics() for name, engine in busy.engines.items()}
     prometheus = Prometheus([*busy.targets, *pages.values()], provision.alerts_text())
     try:
-        with connect(busy) as kv:  # a child is lost and comes back: that takes some seconds to be measured
-            pid = eventually(lambda: next(iter(kv.engine("left").child("files").host_pids), 0), "a host")
-            os.kill(pid, signal.SIGKILL)
+        # A child is lost and comes back: that takes some seconds to be measured.
+        pid = eventually(lambda: next(iter(busy.kv.engine("left").child("files").host_pids), 0), "a host")
+        os.kill(pid, signal.SIGKILL)
         wanted = {what: as_grafana_sends(expr) for what, expr in QUERIES.items()}
         deadline = time.monotonic() + FILL_S
         while set(wanted) - {what for what in wanted if any(part in what for part in NOTHING_HAPPENS)}:
@@ -138,8 +138,8 @@ def test_a_router_follows_both_streams(busy: BusyEngines) -> None:
         engines[name] = context.socket(zmq.SUB)
         engines[name].setsockopt_string(zmq.SUBSCRIBE, f"kv@{name}")
         engines[name].connect(endpoint)
-    mine = prompt(10 * BLOCK + 5, seed=31)
-    with connect(busy) as kv, EventReader(busy.events.address, busy.events.replay_address) as stores:
+    mine, kv = prompt(10 * BLOCK + 5, seed=31), busy.kv
+    with EventReader(busy.events.address, busy.events.replay_address) as stores:
 
         def read() -> Copies:
             for name, socket in engines.items():

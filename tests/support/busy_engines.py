@@ -14,11 +14,11 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import ray
 
-from raykv.actors import cluster, controller_handle, directory_handle, event_handle
+import raykv
+from raykv.actors import controller_handle, directory_handle, event_handle
 from raykv.event_messages import EventsOptions, EventsStatus
 from tests.support.configs import example_child, multi, tier_child
 from tests.support.engine import Engine
@@ -60,7 +60,7 @@ class BusyEngines:
                 self._begin_engine(name, model, folder)
             for engine in self.engines.values():
                 engine.wait_ready()
-            cluster.connect(self.ray.address)
+            self.kv = raykv.connect(self.ray.address, timeout_s=30)
             self._stack.callback(self._leave)
             directory_handle.open_directory()
             controller_handle.start()
@@ -91,7 +91,7 @@ class BusyEngines:
     def _leave(self) -> None:
         """All but the engines' store, which ends with the cluster."""
         event_handle.shutdown_events()
-        cluster.disconnect()
+        self.kv.close()
 
     @property
     def targets(self) -> list[str]:
@@ -135,10 +135,3 @@ class BusyEngines:
             self.rest()
         finally:
             self._stack.close()
-
-
-def connect(busy: BusyEngines) -> Any:
-    """An operator's connection."""
-    import raykv
-
-    return raykv.connect(busy.ray.address, timeout_s=30)
