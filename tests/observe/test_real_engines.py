@@ -161,6 +161,7 @@ def test_a_router_follows_both_streams(busy: BusyEngines) -> None:
             owners = {owner for places in copies.where.values() for medium, owner in places if medium == "CPU"}
             assert owners == {store.actor for store in kv.stores}
             busy.engines["left"].forget(60)
+            busy.engines["left"].generate([7, 8, 9], 1)  # vLLM tells of it with the next step
             held = ({"CPU"}, {"CPU", "STORAGE"})  # a full host tier has copies of what is cold on the disk
             eventually(lambda: read().media(mine) in held, "nothing on the GPU, all in the host tier")
             assert kv.drain_tier("host").ok and kv.clear(tier="host").ok
