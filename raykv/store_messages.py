@@ -133,11 +133,13 @@ class LookUp:
     """Which prefix of these blocks does the store hold for this engine, on all ranks and groups?
 
     `hashes`: the block hashes of the prompt's full blocks, HASH_NBYTES each, concatenated, from its first block on.
+    `tenant`: whose they are (`admin_messages.tenant_tag`), empty: nobody's. What is found elsewhere is his here, too.
     """
 
     request: RequestId
     hashes: bytes
     hand_over: HandOver | None = None
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class LookedUp:
     """The first `num_blocks` blocks are held and leased. `media`: for each the slowest medium that it comes from.
 
     `lease` is None exactly when `num_blocks` is 0. `more`: other nodes may have more of it; `NodeStore.reach` asks.
+    `peer`: the node (the first letters of its id) from which blocks of Medium.PEER come.
     """
 
     store: StoreLife
@@ -153,6 +156,7 @@ class LookedUp:
     lease: LeaseId | None = None
     media: tuple[Medium, ...] = ()
     more: bool = False
+    peer: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """On the wire media are runs: a thousand blocks of one medium cost no more than one."""
@@ -161,7 +165,7 @@ class LookedUp:
             runs = [(str(media[0]), len(media))]
         else:
             runs = [(str(medium), sum(1 for _ in same)) for medium, same in itertools.groupby(media)]
-        return _looked_up, (self.store, self.request, self.num_blocks, self.lease, runs, self.more)
+        return _looked_up, (self.store, self.request, self.num_blocks, self.lease, runs, self.more, self.peer)
 
 
 def _looked_up(
@@ -171,9 +175,10 @@ def _looked_up(
     lease: LeaseId | None,
     runs: list[tuple[str, int]],
     more: bool,
+    peer: str,
 ) -> LookedUp:
     media = itertools.chain.from_iterable((Medium(name),) * count for name, count in runs)
-    return LookedUp(store, request, num_blocks, lease, tuple(media), more)
+    return LookedUp(store, request, num_blocks, lease, tuple(media), more, peer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,13 @@ FLAGS = (
 )
 
 
-def shoot(url: str, target: Path) -> None:
-    """Raises RuntimeError without a browser or a picture."""
+def shoot(url: str, target: Path, size: str = SIZE) -> None:
+    """`size`: width and height in pixels. Raises RuntimeError without a browser or a picture."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise RuntimeError("there is no Chromium here: apt-get install --no-install-recommends chromium")
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, *FLAGS, f"--user-data-dir={profile}", f"--window-size={SIZE}"]
+        command = [browser, *FLAGS, f"--user-data-dir={profile}", f"--window-size={size}"]
         command += [f"--virtual-time-budget={SETTLE_MS}", f"--screenshot={target}", url]
         subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if not target.is_file():

@@ -18,7 +18,7 @@ HOST, DISK = Medium.HOST, Medium.DISK
 )
 def test_an_answer_arrives_as_it_was_and_is_small(media: tuple[Medium, ...]) -> None:
     answer = LookedUp(StoreLife("a life"), RequestId("r"), len(media), LeaseId(7) if media else None, media)
-    more = replace(answer, more=True)
+    more = replace(answer, more=True, peer="b2b2")
     assert pickle.loads(pickle.dumps(more, protocol=5)) == more
     sent = pickle.dumps(answer, protocol=5)
     arrived = pickle.loads(sent)

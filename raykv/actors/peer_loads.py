@@ -135,7 +135,7 @@ class PeerLoader:
         while todo and (not batch or nbytes + session.nbytes[todo[0][0].group] <= CHUNK_NBYTES):
             nbytes += session.nbytes[todo[0][0].group]
             batch.append(todo.popleft())
-        targets = self._targets(batch, limit, wait)
+        targets = self._targets(batch, part.tenant, limit, wait)
         todo.extendleft(reversed(batch[len(targets) :]))
         if not targets:
             return None
@@ -147,13 +147,15 @@ class PeerLoader:
         # Over shared memory the call that begins a read is the one that copies: not in this thread, which checks.
         return _Chunk(targets, self._readers.submit(self._transport.read, part.store, pairs))
 
-    def _targets(self, batch: Sequence[tuple[Wanted, PeerBlock]], limit: float, wait: bool) -> list[_Target]:
+    def _targets(
+        self, batch: Sequence[tuple[Wanted, PeerBlock]], tenant: bytes, limit: float, wait: bool
+    ) -> list[_Target]:
         """Memory for the first of these blocks, for as many as there is: a slot that keeps it, or a row."""
         stock = self._stock
         places: list[Place | None] = [None] * len(batch)
         with stock.lock:
             if stock.tiers.rows(stock.takes) is not None:
-                places, clear = stock.book.begin_fetch([block.key for _, block in batch])
+                places, clear = stock.book.begin_fetch([block.key for _, block in batch], tenant)
                 stock.tiers.clear(clear)
         targets: list[_Target] = []
         for (wanted, block), place in zip(batch, places, strict=True):

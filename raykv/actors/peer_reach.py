@@ -34,6 +34,8 @@ LOCATE_SHARE = 0.4
 """Of a look-up's time is the Directory's; the rest is the peer's."""
 MOST_FAILING = 1000
 """Names of stores that failed: a hint may name any."""
+NODE_CHARS = 12
+"""Of a node's id, for people; as in the names of its stores."""
 MOST_PEERS = 2
 """Asked for one look-up, beside the one that is announced: the Directory may be behind, and a third try is seldom worth
 a request's time."""
@@ -165,13 +167,14 @@ class Reacher:
             asked.add(holder.store)
             part = self.borrow(holder, wanted, have.num_blocks, deadline)
             if part is not None:
-                return self._grant(key, have, part)
+                return self._grant(key, have, replace(part, tenant=look_up.tenant), holder.node[:NODE_CHARS])
         return have
 
     def _holders(self, look_up: LookUp, wanted: Locate, deadline: float) -> Iterator[Holder]:
         """Where it is announced, without anybody being asked; then those that the Directory knows, if that is up."""
         if look_up.hand_over is not None and look_up.hand_over.store:
-            yield Holder("", look_up.hand_over.store, look_up.hand_over.blocks)
+            store = look_up.hand_over.store
+            yield Holder(store.rpartition("-")[2], store, look_up.hand_over.blocks)  # so its actor is named
         left = deadline - time.monotonic()
         if self._finder.up and left > 0:
             yield from self._finder.find(wanted, left * LOCATE_SHARE)
@@ -239,7 +242,7 @@ class Reacher:
             raise error or HostError("it answered nothing")
         return lent
 
-    def _grant(self, key: EngineId, have: LookedUp, part: PeerPart) -> LookedUp:
+    def _grant(self, key: EngineId, have: LookedUp, part: PeerPart, node: str) -> LookedUp:
         """Tie it to the lease of what is here."""
         stock, over = self._stock, [part]
         with stock.lock:
@@ -255,4 +258,4 @@ class Reacher:
             self._peers.give_all_back(over)
             return have
         media = have.media + (Medium.PEER,) * (part.num_blocks - have.num_blocks)
-        return replace(have, num_blocks=part.num_blocks, lease=stock.lease_out(lease), media=media)
+        return replace(have, num_blocks=part.num_blocks, lease=stock.lease_out(lease), media=media, peer=node)

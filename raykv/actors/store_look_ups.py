@@ -12,7 +12,7 @@ from dataclasses import replace
 from raykv.actors.peer_tier import PeerTier
 from raykv.actors.store_metrics import LookUpMeter
 from raykv.actors.store_sessions import Sessions
-from raykv.actors.store_shared import SharedLookUps
+from raykv.actors.store_shared import Prompt, SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.store_messages import HASH_NBYTES, LookedUp, LookUp, Settle
 from raykv.types import EngineId, StoreLife
@@ -51,7 +51,7 @@ class StoreLookUps:
         found, shared = self._sessions.complete(engine), self.shared
         if shared is not None and found is not None:
             _, fingerprints, windows = found
-            shared.find([(fingerprints, windows, look_up.hashes) for look_up in batch])
+            shared.find([Prompt(fingerprints, windows, look_up.hashes, look_up.tenant) for look_up in batch])
         answers = [self._look_up(engine, look_up) for look_up in batch]
         self.meter.took(time.monotonic() - begun)
         if self._peers is None or not self._peers.reacher.up:

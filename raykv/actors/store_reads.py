@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from raykv.actors.peer_order import FromPeers, can_fetch
 from raykv.actors.store_operations import Progress
-from raykv.actors.store_shared import SharedLookUps
+from raykv.actors.store_shared import Prompt, SharedLookUps
 from raykv.actors.store_stock import Stock
 from raykv.actors.store_tiers import Written
 from raykv.admin_messages import Operation
@@ -191,7 +191,7 @@ class Prefetch:
             before, known = -1, 0
             while known != before and known < len(what.hashes) and not progress.stopped:
                 before = known
-                shared.find([([fingerprint], windows, hashes)])
+                shared.find([Prompt([fingerprint], windows, hashes)])
                 keys = [fingerprint + bytes(1) + one for one in what.hashes]
                 with self._stock.lock:
                     known = sum(self._stock.book.find(key) is not None for key in keys)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from raykv.actors.store_stock import Stock
+from raykv.admin_messages import NO_TENANT
 from raykv.core.fs_lookup import Known, next_to_ask
 from raykv.errors import DiskError
 from raykv.storage.fs_header import BlockFile
@@ -39,14 +40,21 @@ CHECK_S = 10.0
 CHECK = b""
 """In place of a key: whether the directory is there at all."""
 
-Prompt: TypeAlias = tuple[Sequence[bytes], Sequence[int], bytes]
-"""Fingerprints, windows, hashes (concatenated): as `StoreBook.look_up` has them."""
+
+class Prompt(NamedTuple):
+    """As `StoreBook.look_up` has it, and the tag of whose it is (empty: nobody's), which no file says."""
+
+    fingerprints: Sequence[bytes]
+    windows: Sequence[int]
+    hashes: bytes
+    tenant: bytes = b""
 
 
 @dataclass(eq=False)
 class _Asked:
     future: Future[BlockFile | None] | Future[None]
     at: float
+    tenant: bytes = b""
 
 
 class SharedLookUps:
@@ -106,7 +114,8 @@ class SharedLookUps:
                 return
             most = min(most * GROWTH, MOST_ASKS)
 
-    def _to_ask(self, prompts: Sequence[Prompt], absent: set[bytes], most: int) -> list[bytes]:
+    def _to_ask(self, prompts: Sequence[Prompt], absent: set[bytes], most: int) -> dict[bytes, bytes]:
+        """By key: whose it is."""
         book, headers = self._stock.book, self._pool.headers
 
         def known(key: bytes) -> Known:
@@ -117,23 +126,24 @@ class SharedLookUps:
                 return Known.UNKNOWN
             return Known.HELD
 
-        keys: dict[bytes, None] = {}
-        for fingerprints, windows, hashes in prompts:
+        keys: dict[bytes, bytes] = {}
+        for fingerprints, windows, hashes, tenant in prompts:
             with self._stock.lock:
-                keys.update(dict.fromkeys(next_to_ask(known, fingerprints, windows, hashes, most)))
-        return list(keys)
+                keys.update(dict.fromkeys(next_to_ask(known, fingerprints, windows, hashes, most), tenant))
+        return keys
 
-    def _ask(self, keys: Sequence[bytes]) -> None:
+    def _ask(self, keys: Mapping[bytes, bytes]) -> None:
         now = time.monotonic()
-        for key in keys:
+        for key, tenant in keys.items():
             if key not in self._asked and len(self._asked) < MOST_OPEN:
-                self._asked[key] = _Asked(self._pool.look(key), now)
+                self._asked[key] = _Asked(self._pool.look(key), now, tenant)
 
     def _take_in(self) -> list[bytes]:
         """Answers that have come; the keys that are absent. Raises a fatal DiskError, also if there are none for
         long."""
         found: dict[bytes, BlockFile] = {}
         missing: list[bytes] = []
+        tenants: dict[bytes, bytes] = {}
         for key, asked in list(self._asked.items()):
             if not asked.future.done():
                 if time.monotonic() - asked.at > HANGS_S:
@@ -143,10 +153,12 @@ class SharedLookUps:
             block = self._answer(asked.future)
             if block is not None:
                 found[key] = block
+                if asked.tenant:
+                    tenants[key] = asked.tenant
             elif key != CHECK:
                 missing.append(key)
         if found or missing:
-            self._note(found, missing)
+            self._note(found, missing, tenants)
         return missing
 
     def _answer(self, future: Future[BlockFile | None] | Future[None]) -> BlockFile | None:
@@ -159,17 +171,17 @@ class SharedLookUps:
             pass
         return None
 
-    def _note(self, found: dict[bytes, BlockFile], missing: Sequence[bytes]) -> None:
+    def _note(self, found: dict[bytes, BlockFile], missing: Sequence[bytes], tenants: Mapping[bytes, bytes]) -> None:
         stock, headers = self._stock, self._pool.headers
         with stock.lock:
             for key in missing:
                 place = stock.book.find(key)
                 if place is not None and place.tier == self._tier and stock.book.forget(place):
                     stock.tiers.clear([place])
-            added, forgotten = stock.book.adopt(self._tier, list(found))
+            added, forgotten = stock.book.adopt(self._tier, list(found), tenants)
             stock.tiers.clear(forgotten)
             for key, place in added:
-                headers.publish(place.slot, *found.pop(key))
+                headers.publish(place.slot, *found.pop(key), tenants.get(key) or NO_TENANT)
             for key in found:  # known before
                 place = stock.book.find(key)
                 if place is not None and place.tier == self._tier:

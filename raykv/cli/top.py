@@ -13,7 +13,7 @@ from rich.text import Text
 
 from raykv.api.shown import table
 from raykv.api.watching import Rates, rates
-from raykv.api.words import seconds, show_nbytes
+from raykv.api.words import count, seconds, show_nbytes
 from raykv.cli.base import fail, main, out
 from raykv.cli.connected import ADDRESS, NAMESPACE, TIMEOUT, connected
 from raykv.cli.status import STYLES
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from raykv.api import Engine, Snapshot, Store
 
 BAR = 16
+WIDE = 100
+"""Columns. In a narrower terminal there are no bars, and no growth: else cells would be folded."""
 NOT_RUN = "not run"
 FIRST = ("gpu", "host", "disk", "peer", "fs")
 """Sources in the order of their columns; children and "computed" follow."""
@@ -79,7 +81,7 @@ def _lines(kv: Any, pause: float, limit: float | None, once: bool, as_json: bool
         if as_json:
             click.echo(json.dumps({**snapshot.to_dict(), "rates": speed.to_dict()}))
         else:
-            out.print(frame(snapshot, speed))
+            out.print(frame(snapshot, speed, out.width))
 
 
 def _live(kv: Any, pause: float, limit: float | None) -> None:
@@ -87,19 +89,19 @@ def _live(kv: Any, pause: float, limit: float | None) -> None:
 
     with Live(console=out, screen=True, auto_refresh=False) as live:
         for snapshot, speed in _frames(kv, pause, limit, once=False):
-            live.update(frame(snapshot, speed), refresh=True)
+            live.update(frame(snapshot, speed, out.width), refresh=True)
 
 
 # -- a frame ----------------------------------------------------------------------------------------------------------
 
 
-def frame(snapshot: Snapshot, speed: Rates) -> Group:
+def frame(snapshot: Snapshot, speed: Rates, width: int = WIDE) -> Group:
     """All of a frame: who computes or loads how much, what each tier does, what is wrong."""
     parts: list[Any] = [_head(snapshot, speed)]
     if snapshot.engines:
         parts += [Text(), _engines(snapshot, speed), Text(), _children(snapshot)]
     if snapshot.stores:
-        parts += [Text(), _tiers(snapshot, speed)]
+        parts += [Text(), _tiers(snapshot, speed, width >= WIDE)]
     parts += [line for line in (*map(_engine_note, snapshot.engines), *map(_store_note, snapshot.stores)) if line]
     return Group(*parts)
 
@@ -108,11 +110,12 @@ def _head(snapshot: Snapshot, speed: Rates) -> Text:
     alive = sum(node.state == "alive" for node in snapshot.nodes)
     tokens = sum(ran(by_source) for by_source in speed.tokens.values())
     computed = sum(by_source.get("computed", 0.0) for by_source in speed.tokens.values())
-    reused = f", {1 - computed / tokens:.0%} not computed" if tokens else ""
+    reused = f", {1 - computed / tokens:.0%} reused" if tokens else ""
     running = sum(engine.running for engine in snapshot.engines)
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.at))
-    text = f"{clock}  {snapshot.address}  {alive} of {len(snapshot.nodes)} nodes, {len(snapshot.engines)} engines, "
-    text += f"{len(snapshot.stores)} stores  {running} requests run  {tokens:,.0f} prompt tokens/s{reused}"
+    text = f"{clock}  {snapshot.address}  {alive} of {count(len(snapshot.nodes), 'node')}, "
+    text += f"{count(len(snapshot.engines), 'engine')}, {count(len(snapshot.stores), 'store')}  "
+    text += f"{count(running, 'request')} under way  {tokens:,.0f} prompt tokens/s{reused}"
     return Text(text, style="bold")
 
 
@@ -132,12 +135,17 @@ def _engines(snapshot: Snapshot, speed: Rates) -> Any:
     rows = []
     for engine in snapshot.engines:
         by_source = speed.tokens.get(engine.id, {})
-        whole = ran(engine.tokens)
-        share = f"{1 - engine.tokens.get('computed', 0) / whole:.0%}" if whole else "-"
         cells = [f"{by_source.get(source, 0.0):,.0f}" for source in sources]
-        rows.append((engine.label, engine.host or "-", engine.running, *cells, share))
-    return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "not computed#"), rows,
-                 "tokens/s by source")  # fmt: skip
+        rows.append((engine.label, engine.host or "-", engine.running, *cells, _reused(by_source),
+                     _reused(engine.tokens)))  # fmt: skip
+    return table(("engine", "node", "runs#", *(f"{source}#" for source in sources), "reused now#", "ever#"), rows,
+                 "prompt tokens/s by source")  # fmt: skip
+
+
+def _reused(tokens: Mapping[str, float]) -> str:
+    """The share that nobody computed."""
+    whole = ran(tokens)
+    return f"{1 - tokens.get('computed', 0) / whole:.0%}" if whole else "-"
 
 
 def _children(snapshot: Snapshot) -> Any:
@@ -147,26 +155,33 @@ def _children(snapshot: Snapshot) -> Any:
             loaded, saved = (child.counters.get(f"tokens_{what}", 0) for what in ("loaded", "saved"))
             failed = sum(number for name, number in child.counters.items() if "fail" in name or "timed_out" in name)
             state = Text(child.state, style=STYLES.get(child.state, "yellow"))
-            flags = f"{'loads' if child.loads else '-'} {'saves' if child.saves else '-'}"
+            does = "+".join(what for what, may in (("load", child.loads), ("save", child.saves)) if may)
             rate = engine.load_rates.get(child.name, 0.0)
             speed = f"{rate:,.0f}" if rate else "-"
-            rows.append((engine.label, child.name, state, child.incarnation, flags, f"{loaded:,}", f"{saved:,}",
+            rows.append((engine.label, child.name, state, child.incarnation, does or "-", f"{loaded:,}", f"{saved:,}",
                          f"{failed:,}", speed))  # fmt: skip
-    return table(("engine", "child", "state", "life#", "", "loaded#", "saved#", "failed#", "measured tokens/s#"), rows)
+    columns = ("engine", "child", "state", "restarts#", "may", "loaded#", "saved#", "failed#", "tokens/s#")
+    return table(columns, rows, "children: tokens since the engine's start, and the speed of loads")
 
 
-def _tiers(snapshot: Snapshot, speed: Rates) -> Any:
+def _tiers(snapshot: Snapshot, speed: Rates, wide: bool) -> Any:
     rows = []
     for store in snapshot.stores:
         of_store = speed.stores.get(store.actor)
         for tier in store.tiers:
             rate = of_store.tiers.get(tier.medium) if of_store is not None else None
             bar = Text(("█" * round(tier.fill * BAR)).ljust(BAR, "░"), style="red" if tier.off else "green")
-            cells = (f"{rate.hits:,.1f}", f"{rate.growth:+,.1f}", f"{rate.evicted:,.1f}") if rate else ("-", "-", "-")
+            hits, growth, evicted = (rate.hits, rate.growth, rate.evicted) if rate else (None, None, None)
             room = f"{show_nbytes(tier.used_nbytes)} of {show_nbytes(tier.capacity)}"
-            rows.append((store.at, tier.medium, bar, f"{tier.fill:.0%}", room, *cells, f"{tier.bad_reads:,}"))
-    return table(("store", "tier", "", "fill#", "room#", "hits/s#", "growth/s#", "evicted/s#", "bad#"), rows,
-                 "tiers, in blocks/s")  # fmt: skip
+            rows.append((store.at, tier.medium, *([bar] if wide else []), f"{tier.fill:.0%}", room, _shown(hits),
+                         *([_shown(growth, "+")] if wide else []), _shown(evicted), f"{tier.bad_reads:,}"))  # fmt: skip
+    columns = ("store", "tier", *([""] if wide else []), "fill#", "room#", "hits/s#", *(["growth/s#"] if wide else []),
+               "evicted/s#", "bad#")  # fmt: skip
+    return table(columns, rows, "tiers, in blocks/s")
+
+
+def _shown(rate: float | None, sign: str = "") -> str:
+    return "-" if rate is None else f"{rate:{sign},.1f}"
 
 
 def _engine_note(engine: Engine) -> Text | None:

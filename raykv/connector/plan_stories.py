@@ -42,16 +42,14 @@ class PlanStories(RequestStories):
         names = {one.child.index: one.child.name for one in answers}
         sources: list[Took] = []
         for part in parts:
-            tier = tiers.get(part.child)
-            sources += took(names[part.child], part, tier.media if tier is not None else (), self.block_size)
+            sources += took(names[part.child], part, tiers.get(part.child), self.block_size)
         said = [asked(one.child.name, one.answer, one.refusal, tiers.get(one.child.index)) for one in answers]
         self.planned(request, sources, said, is_async)
 
     def retaken_by(self, child: SchedulerChild, request: RequestId, part: Part) -> None:
         """A part that failed is this child's from now on."""
         tier = tier_part(child, request) if child.config.is_tier else None
-        media = tier.media if tier is not None else ()
-        self.retaken(request, part.begin, took(child.name, part, media, self.block_size), BROUGHT)
+        self.retaken(request, part.begin, took(child.name, part, tier, self.block_size), BROUGHT)
 
     def finish(
         self, request: Request, children: Iterable[SchedulerChild], prefill_rate: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,15 @@ LATE = "it had not answered when another child's hit was taken"
 @dataclass(frozen=True, slots=True)
 class TierPart:
     """What a TierConnector knows of a request beyond its answers to vLLM. `media`: of the load that was planned last,
-    by block. `why`: of its last look-up, if that is not just all there is. `saved`: tokens given to the store."""
+    by block, and `peer`: the node of those from a peer. `why`: of its last look-up, if that is not just all there is.
+    `saved`: tokens given to the store."""
 
     media: tuple[Medium, ...] = ()
     why: Why | None = None
     detail: str = ""
     saved: int = 0
     salt: bytes = b""
+    peer: str = ""
 
 
 class RequestStories(Stories):
@@ -110,15 +112,17 @@ def asked(child: str, answer: Answer | None, refusal: tuple[Why, str] | None, ti
     return Asked(child, answer.computed, answer.tokens, answer.unused, why, answer.detail)
 
 
-def took(child: str, part: Part, media: Sequence[Medium], block_size: int) -> list[Took]:
+def took(child: str, part: Part, tier: TierPart | None, block_size: int) -> list[Took]:
     """A part of a load by its sources: the media of a tier's blocks, or the child."""
+    media = tier.media if tier is not None else ()
+    peer = tier.peer if tier is not None else ""
     if not media or part.begin % block_size or len(media) * block_size != part.tokens:
         return [Took(part.begin, part.end, child, child)]
     if media.count(media[0]) == len(media):  # most often, and quick
-        return [Took(part.begin, part.end, child, str(media[0]))]
+        return [Took(part.begin, part.end, child, str(media[0]), peer if media[0] is Medium.PEER else "")]
     runs, begin = [], part.begin
     for medium, same in itertools.groupby(media):
         end = begin + block_size * sum(1 for _ in same)
-        runs.append(Took(begin, end, child, str(medium)))
+        runs.append(Took(begin, end, child, str(medium), peer if medium is Medium.PEER else ""))
         begin = end
     return runs

@@ -242,6 +242,8 @@ class SchedulerCounters:
             pid = self.pids[child.index].get(Rank(0), 0) if up else 0
             gauges = {"up": int(up), "host_pid": pid, "incarnation": max(child.incarnations)}
             own = self._own.pop(child.index, None)
+            if own is not None and child.config.is_tier and (saved := own.data.get("tokens_saved", 0)):
+                counters["tokens_saved"] += saved  # its metadata names no tokens
             if counters or own is not None or gauges != self._last_gauges.get(child.index):
                 self.totals[child.index] += counters
                 data[child.name] = {

@@ -37,6 +37,7 @@ class RayMultiPromMetrics(KVConnectorPromMetrics):
         self._shared = {kind: _once(cls) for kind, cls in metric_types.items()}
         self._children: dict[tuple[str, str], KVConnectorPromMetrics | None] = {}
         self._values = {engine: list(values) for engine, values in per_engine_labelvalues.items()}
+        self._begun: set[tuple[int, str]] = set()
         self._counters = {
             name: self._counter_cls(f"vllm:raykv_{name}", documentation=text, labelnames=self._labels)
             for name, text in CHILD_COUNTERS.items()
@@ -85,6 +86,10 @@ class RayMultiPromMetrics(KVConnectorPromMetrics):
                 self._observe_whole(entry["counters"], engine_idx)
                 continue
             labels = [*self._values[engine_idx], child]
+            if (engine_idx, child) not in self._begun:  # all begin at 0: a first failure must be a rise
+                self._begun.add((engine_idx, child))
+                for counter in (*self._counters.values(), *self._times.values()):
+                    counter.labels(*labels)
             for name, value in entry["counters"].items():
                 if name in self._counters:
                     self._counters[name].labels(*labels).inc(value)

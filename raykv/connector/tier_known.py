@@ -40,6 +40,8 @@ class Known:
     """Blocks of it that were given to the store."""
     tenant: bytes = NO_TENANT
     """Whose blocks these are."""
+    peer: str = ""
+    """The node from which `media` of peers come."""
 
 
 class KnownRequests:

@@ -75,7 +75,9 @@ class TierLookUps:
         self.waited_s = 0.0
         """From the questions to their answers, added up."""
 
-    def ask(self, request: RequestId, hashes: bytes, now: float, hand_over: HandOver | None = None) -> None:
+    def ask(
+        self, request: RequestId, hashes: bytes, now: float, hand_over: HandOver | None = None, tenant: bytes = b""
+    ) -> None:
         """Ask for the prefix with these block hashes; an earlier question of the request is dropped. The answer may
         wait for what `hand_over` announces."""
         self.drop(request)
@@ -83,7 +85,7 @@ class TierLookUps:
         self._asked[request] = _Asked(name, now, hand_over, why=None if self._asker.store else Why.CHILD_OFF)
         self._request_of[name] = request
         self.asks += 1
-        self._asker.ask(LookUp(name, hashes, hand_over))
+        self._asker.ask(LookUp(name, hashes, hand_over, tenant))
 
     def drain(self, now: float) -> None:
         """Take in what was answered."""

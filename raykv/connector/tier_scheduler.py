@@ -118,7 +118,7 @@ class TierScheduler:
         hand_over = None
         if arrives and not self._known.is_private(known):
             hand_over = tier_hints.read_hint(request.kv_transfer_params, self._block_size, count)
-        self._look_ups.ask(request_id, hashes, time.monotonic(), hand_over)
+        self._look_ups.ask(request_id, hashes, time.monotonic(), hand_over, known.tenant)
         return True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -187,7 +187,7 @@ class TierScheduler:
             targets.append(tuple(ids[group][i] for i in real))
         job = LoadJob(self._jobs.begin(), lease, tuple(indices), tuple(targets))
         (self._planned if covered else self._refused).append(TierLoad(request_id, answer.store, job))
-        known.media = answer.media[first:last]
+        known.media, known.peer = answer.media[first:last], answer.peer
         self._loads[job.job] = _Load(request_id, lease, known.media)
         self._counters["loads"] += 1
 

@@ -71,7 +71,7 @@ class ToldTierScheduler(TierScheduler):
         sources = []
         if num_external_tokens > 0:
             loads = Part(ONLY, answer.computed, answer.computed + num_external_tokens)
-            sources = took(NAME, loads, part.media, self._block_size)
+            sources = took(NAME, loads, part, self._block_size)
             self.rates.load_begun(request_id, ONLY, num_external_tokens, time.monotonic())
         self.stories.planned(request_id, sources, [asked(NAME, answer, None, part)], is_async=True)
 
@@ -112,7 +112,8 @@ class ToldTierScheduler(TierScheduler):
             why, detail = Why.FAILED, "an earlier load of this request failed"
         elif self._stalls.is_withdrawn(request_id):
             why, detail = Why.NOT_ASKED, "there was no room for the load beside the running requests"
-        return TierPart(known.media, why, detail, known.given * self._block_size, self._known.salt_of(known))
+        given = known.given * self._block_size
+        return TierPart(known.media, why, detail, given, self._known.salt_of(known), known.peer)
 
     def key_salt(self, lora: bool) -> bytes:
         """The salt of the keys of requests with or without an adapter. Any thread."""

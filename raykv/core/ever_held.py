@@ -7,6 +7,7 @@ with the bitmap before it as a second one, and forgets what is older.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES
@@ -14,6 +15,7 @@ from raykv.store_messages import FINGERPRINT_NBYTES, HASH_NBYTES
 BITS = 1 << 27
 """16 MiB, and twice that when it is full the first time: 8 million blocks each."""
 FULL = 1 / 8
+_WORD = struct.Struct("<Q").unpack_from
 
 
 class EverHeld:
@@ -45,7 +47,9 @@ class EverHeld:
         Asks for a few only, in steps that double and then halve: a block is hardly ever held without those before it.
         """
         total = len(hashes) // HASH_NBYTES
-        low, step = held, 1
+        if held >= total or not self._had(fingerprint, hashes, held):  # most often, and quick
+            return held
+        low, step = held + 1, 2
         while low < total and self._had(fingerprint, hashes, min(total, low + step) - 1):
             low, step = min(total, low + step), 2 * step
         high = min(total, low + step)  # of [low, high) the last one is not held, or there is none
@@ -58,11 +62,18 @@ class EverHeld:
         return low
 
     def _had(self, fingerprint: bytes, hashes: bytes, number: int) -> bool:
-        one, two = self._bits_of(fingerprint, hashes, HASH_NBYTES * number)
-        new, old = self._new, self._old
-        if new[one >> 3] >> (one & 7) & 1 and new[two >> 3] >> (two & 7) & 1:
-            return True
-        return len(old) > 1 and bool(old[one >> 3] >> (one & 7) & 1 and old[two >> 3] >> (two & 7) & 1)
+        (left,), (right,) = _WORD(hashes, HASH_NBYTES * number), _WORD(fingerprint, 0)
+        mixed, mask = left ^ right, self._mask
+        one = mixed & mask
+        if self._new[one >> 3] >> (one & 7) & 1:
+            two = (mixed >> 32) & mask
+            if self._new[two >> 3] >> (two & 7) & 1:
+                return True
+        old = self._old
+        if len(old) == 1 or not old[one >> 3] >> (one & 7) & 1:
+            return False
+        two = (mixed >> 32) & mask
+        return bool(old[two >> 3] >> (two & 7) & 1)
 
     def _bits_of(self, fingerprint: bytes, hashes: bytes, at: int) -> tuple[int, int]:
         mixed = int.from_bytes(hashes[at : at + 8], "little") ^ int.from_bytes(fingerprint[:8], "little")

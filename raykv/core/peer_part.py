@@ -62,6 +62,8 @@ class PeerPart:
     memory: PeerMemory
     sizes: memoryview = field(default=memoryview(b""), repr=False)
     """Bytes of each block, where that was asked for."""
+    tenant: bytes = b""
+    """Whose blocks they are; empty: nobody's, or not known."""
 
     @classmethod
     def of(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from raykv.admin_messages import NO_TENANT
 from raykv.core.checked_reads import CheckedReads
 from raykv.core.content_log import ContentLog
 from raykv.core.contents import Contents, WatchedTiers
@@ -220,9 +221,19 @@ class StoreBook:
         """The fastest place where the block is READY."""
         return self._tiers.find(key)
 
-    def adopt(self, tier: int, keys: Sequence[bytes]) -> tuple[list[Published], list[Place]]:
-        """These blocks were found in a shared tier. Publish the first answer's headers, clear the second's."""
-        return self._tiers.adopt(tier, keys)
+    def adopt(
+        self, tier: int, keys: Sequence[bytes], tenants: Mapping[bytes, bytes] | None = None
+    ) -> tuple[list[Published], list[Place]]:
+        """These blocks were found in a shared tier. Publish the first answer's headers, clear the second's.
+
+        `tenants`: by key, of those that somebody asked for who has a tag.
+        """
+        added, forgotten = self._tiers.adopt(tier, keys)
+        if tenants:
+            for key, place in added:
+                if tag := tenants.get(key, NO_TENANT):
+                    self.contents.tenants.put(place, self.contents.tenants.number(tag))
+        return added, forgotten
 
     def forget(self, place: Place) -> bool:
         """A block is no longer in a shared tier. False: somebody holds it, and will find out for himself."""
@@ -358,16 +369,27 @@ class StoreBook:
         """
         return self._leased.lend(borrower, number, fingerprints, windows, hashes, first, most, expires)
 
-    def begin_fetch(self, keys: Sequence[bytes]) -> tuple[list[Place | None], list[Place]]:
+    def begin_fetch(self, keys: Sequence[bytes], tenant: bytes = NO_TENANT) -> tuple[list[Place | None], list[Place]]:
         """Blocks are read from a peer now: the places that they are written into too, each ended by `end_fetch`.
 
-        None: there is no room. Clear the headers of the second answer.
+        None: there is no room, or not within the quota of the `tenant` whose they are. Clear the headers of the second
+        answer.
         """
-        return self._fetches.begin(keys)
+        if tenant in (b"", NO_TENANT):
+            return self._fetches.begin(keys)
+        tenants = self.contents.tenants
+        room = tenants.room(tenant)
+        places, clear = self._fetches.begin(keys[:room])
+        for place in places:
+            if place is not None:
+                tenants.put(place, tenants.number(tenant))
+        return [*places, *[None] * (len(keys) - len(places))], clear
 
     def end_fetch(self, good: Sequence[Place], bad: Sequence[Place] = ()) -> list[Published]:
         """These are not written any more: publish what is returned."""
         published = self._fetches.end(good, bad)
+        kept = {place for _, place in published}
+        self.contents.discarded([place for place in (*good, *bad) if place not in kept])
         for key, place in published:
             self._moves.committed(place.tier, key)
         return published

@@ -43,12 +43,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Tokens [begin, end) that a child was told to load, all from one source."""
+    """Tokens [begin, end) that a child was told to load, all from one source; `node`: of a peer's the node."""
 
     begin: int
     end: int
     child: str
     source: str
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Record:
             begin, end = max(took.begin, at), min(took.end, limit)
             if begin < end:
                 yield from _filled(at, begin, ran)
-                yield TokenRange(begin, end, took.source, took.child)
+                yield TokenRange(begin, end, took.source, took.child, took.node)
                 at = end
         yield from _filled(at, self.prompt_tokens, ran)
 

@@ -165,6 +165,12 @@ class Tenants:
         tenant = self._tenant(number)
         return max(0, tenant.slots + more - tenant.quota) if tenant.quota is not None else 0
 
+    def room(self, tag: bytes) -> int | None:
+        """How many slots more the tenant may have; None: no limit."""
+        number = self.known(tag)
+        tenant = self._tenant(number) if number is not None else None
+        return None if tenant is None or tenant.quota is None else max(0, tenant.quota - tenant.slots)
+
     def refused(self, number: int, blocks: int) -> None:
         """So many were not saved for his quota."""
         self._tenant(number).refused += blocks

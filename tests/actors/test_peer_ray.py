@@ -69,6 +69,7 @@ def test_blocks_of_one_node_are_loaded_at_another(nodes: list[str]) -> None:
         found: list[LookedUp] = []
         eventually(lambda: found.append(answer(askers[1], 6)) or found[-1].num_blocks == 4)
         assert found[-1].media == (Medium.PEER,) * 4 and found[-1].store == lives[1]
+        assert found[-1].peer == nodes[0][:12]
         near.wipe(range(24))
         links[1].load([load_job(1, found[-1].lease, [9, 8, 7, 6])])
         loaded = done(links[1])

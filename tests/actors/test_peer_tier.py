@@ -12,6 +12,7 @@ import pytest
 
 from raykv.actors import peer_reach
 from raykv.actors.node_store import NodeStore
+from raykv.admin_messages import Selection, tenant_tag
 from raykv.peer_messages import Lend, Lent
 from raykv.storage import nixl_transport
 from raykv.storage.nixl_transport import TransferState
@@ -100,6 +101,26 @@ def h(tmp_path: Path) -> Iterator[Harness]:
 
 def release(store: NodeStore, found: LookedUp) -> None:
     store.settle(E, Settle(releases=(found.lease or LeaseId(0),)))
+
+
+def test_what_was_read_elsewhere_is_its_askers(h: Harness) -> None:
+    """The tenant of who asked has it here; beyond his quota it is loaded and not kept."""
+    a, b = h.store("a"), h.store("b")
+    far, near = h.rank(a, FAR), h.rank(b, E)
+    before = {prompt: far.blocks(ids) for prompt, ids in (("p", [3, 1, 4, 5]), ("q", [6, 7, 8]))}
+    h.put(a, far, "p", [3, 1, 4, 5])
+    h.put(a, far, "q", [6, 7, 8])
+    tag = tenant_tag("alice")
+    b.set_quota(tag.hex(), 5 * SLOT)
+    for prompt, ids in (("p", [9, 8, 7, 6]), ("q", [3, 2, 1])):
+        found = find(b, E, dataclasses.replace(look_up(prompt, 9), tenant=tag))
+        assert found.media == (Medium.PEER,) * len(ids) and found.peer == "node of a"
+        near.wipe(range(24))
+        assert h.get(b, near, found, ids).ok and near.blocks(ids) == before[prompt]
+        release(b, found)
+    [mine] = [one for one in b.view().tenants if one.tag == tag.hex()]
+    assert mine.blocks == 5 and b.status().tiers[0].used == 5
+    assert b.forget(Selection(tenant=tag.hex())).blocks == 5
 
 
 def test_what_one_node_saved_another_loads_byte_for_byte(h: Harness) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from raykv.actors import store_shared
 from raykv.actors.node_store import NodeStore
+from raykv.admin_messages import Selection, tenant_tag
 from raykv.errors import DiskError, StoreError
 from raykv.storage import fs_folder
 from raykv.storage.fs_header import HEADER_NBYTES, is_block
@@ -142,6 +144,26 @@ def test_a_node_serves_what_another_has_saved(cluster: Nodes, disk: int, checksu
     b.release(found)
     b.store.check_integrity()
     assert (a.tier(FS).used, b.tier(FS).hits, b.tier(FS).bad_reads) == (4, 8, 0)
+
+
+def test_what_was_found_in_the_folder_is_its_askers(cluster: Nodes) -> None:
+    """Files say nothing of tenants, requests do: in this node's tiers the block is his who asked."""
+    a, b = cluster.node(), cluster.node()
+    a.put("p", [3, 1, 4])
+    a.put("q", [7])
+    eventually(lambda: len(cluster.files()) == 4)
+    tag = tenant_tag("alice")
+    for _ in range(2):  # read twice, it is promoted
+        found = b.store.look_up(b.engine, dataclasses.replace(look_up("p", 9), tenant=tag)) if b.rank else None
+        assert found is not None and b.get(found, [20, 2, 9]).ok
+        b.release(found)
+    found = b.look("q", 1)
+    b.release(found)
+    eventually(lambda: b.tier(HOST).used == 3)
+    [mine] = b.store.view().tenants
+    assert (mine.tag, mine.blocks) == (tag.hex(), 3)
+    assert b.store.forget(Selection(tenant=tag.hex())).blocks and not b.tier(HOST).used
+    assert b.tier(FS).used == 1, "the other one is nobody's"
 
 
 def test_a_store_that_comes_back_finds_its_files(cluster: Nodes) -> None:

@@ -63,6 +63,18 @@ def test_top_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens/s by source" in drawn(top.out)
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_frame_of_top_fits_a_terminal(width: int) -> None:
+    """No cell is folded, and names are whole."""
+    console = Console(file=io.StringIO(), width=width)
+    [(snapshot, speed)] = top._frames(Cluster(FakeWorld(), 1.0), 0.001, None, once=True)
+    console.print(top.frame(snapshot, speed, width))
+    lines = drawn(console).splitlines()
+    assert sum(store.at in line for store in snapshot.stores for line in lines) == 4
+    assert len(lines) == 22 + (width == 80), "the head alone takes two lines"
+    assert ("growth/s" in drawn(console)) is (width == 120)
+
+
 WORDS = st.sampled_from(
     ["tiers", "child", "lookup", "pin", "unpin", "pins", "prefetch", "clear", "quota", "verify", "explain", "drain",
      "list", "add", "remove", "resize", "pause", "resume", "restart", "reorder", "--json", "--yes", "-t", "--for",

@@ -87,6 +87,7 @@ def test_a_paused_tier_neither_saves_nor_loads(overlap: bool) -> None:
             bench.run()
             bench.forget_locally()
         assert bench.tier_total("tokens_saved") > 0 and bench.total("tier", "tokens_loaded") == 96
+        assert bench.total("tier", "tokens_saved") == bench.tier_total("tokens_saved")
 
 
 def test_two_tiers_of_one_store_are_refused() -> None:

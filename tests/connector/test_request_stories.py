@@ -59,16 +59,17 @@ def test_each_source_of_a_composed_load(overlap: bool) -> None:
         prompt = bench.results["r0"].prompt
         bench.add(prompt[:40], max_tokens=1)  # so that vLLM's own cache has two or three blocks
         bench.run()
-        bench.store.medium = {3: Medium.DISK, 4: Medium.DISK}
+        bench.store.medium = {3: Medium.DISK, 4: Medium.PEER}
         bench.store.blocks = {k: v for k, v in bench.store.blocks.items() if k[2] in set(_hashes(bench, prompt)[:6])}
         name = bench.add([*prompt, 7, 8], max_tokens=1)
         bench.run()
         story = stories(bench)[name]
         assert sources(story) == [
-            (0, 32, "gpu"), (32, 48, "host"), (48, 80, "disk"), (80, 96, "host"), (96, 160, "files"),
+            (0, 32, "gpu"), (32, 48, "host"), (48, 64, "disk"), (64, 80, "peer"), (80, 96, "host"), (96, 160, "files"),
             (160, 162, "computed"),
         ]  # fmt: skip
         assert {one.child for one in story.ranges} == {"", "tier", "files"}
+        assert {(one.source, one.node) for one in story.ranges if one.node} == {("peer", "b2b2b2b2b2b2")}
         assert reasons(story) == {(160, 162, "", Why.ALWAYS_COMPUTED)}
         assert story.load_s > 0 and story.lookup_s > 0 and story.ended > story.arrived
         assert story.recompute_s > 0, "the first two requests' prefill was measured"

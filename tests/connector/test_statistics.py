@@ -66,7 +66,8 @@ def test_two_children_of_one_class_and_one_without_metrics(ranks: int, hosted: b
         assert ("vllm:fake_polls_total", "plain") not in metrics
         assert metrics["vllm:raykv_tokens_loaded_total", "y"] == 4 * 32
         assert metrics["vllm:raykv_loads_total", "y"] == 4
-        assert metrics.get(("vllm:raykv_tokens_loaded_total", "x"), 0) == 0
+        assert metrics["vllm:raykv_tokens_loaded_total", "x"] == 0
+        assert all(metrics["vllm:raykv_load_failures_total", name] == 0 for name in NAMES), "a first one is a rise"
         assert {name for metric, name in metrics if metric == "vllm:raykv_child_up"} == set(NAMES)
         assert all(metrics["vllm:raykv_child_up", name] == 1 for name in NAMES)
         lines: list[str] = []

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from raykv.admin_messages import NO_TENANT, tenant_tag
 from raykv.core.eviction import make_policy
 from raykv.core.peer_part import PeerPart, PeerParts, lacking, seal
 from raykv.core.prefix import block_key
@@ -222,6 +223,10 @@ def test_a_lease_of_nothing_covers_nothing_and_ends_as_others_do() -> None:
     book.check_integrity()
 
 
+LIMITED, QUOTA = tenant_tag("limited"), 2
+TENANTS = [NO_TENANT, tenant_tag("a"), LIMITED]
+
+
 class FetchMachine(RuleBasedStateMachine):
     """Fetches beside saves, loans and moves in a book of few slots: nothing is lost for one, a place has one writer."""
 
@@ -230,13 +235,18 @@ class FetchMachine(RuleBasedStateMachine):
         self.book = a_book(5, 5)
         self.open: list[Place] = []
         self.job = 0
+        self.book.contents.tenants.set_quota(LIMITED, QUOTA)
 
-    @rule(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    def begin(self, numbers: list[int]) -> None:
+    @rule(numbers=st.lists(st.integers(0, 9), min_size=1, max_size=4), tenant=st.sampled_from(TENANTS))
+    def begin(self, numbers: list[int], tenant: bytes) -> None:
         wanted = keys(*numbers)
         held = {key for key in keys(*range(10)) if self.book.find(key) is not None}
-        places, _ = self.book.begin_fetch(wanted)
+        places, _ = self.book.begin_fetch(wanted, tenant)
         got = [place for place in places if place is not None]
+        tenants = self.book.contents.tenants
+        assert all(tenants.tag(place) == tenant for place in got)
+        number = tenants.known(LIMITED)
+        assert number is not None and (tenant != LIMITED or not tenants.over(number))
         assert len(places) == len(wanted) and len(set(got)) == len(got)
         assert not any(place is not None and key in held for key, place in zip(wanted, places, strict=True))
         assert held == {key for key in keys(*range(10)) if self.book.find(key) is not None}, "nothing was lost"

@@ -187,7 +187,11 @@ def test_stores_are_on_the_nodes_of_their_selector_with_and_without_engines() ->
 @pytest.mark.parametrize(
     ("engine", "more", "match"),
     [
-        ({"resources": {"labels": {"pool": "x"}}}, {}, r"label pool=x is not on it \(it has (no label pool|pool=\w+)\)"),
+        (
+            {"resources": {"labels": {"pool": "x"}}},
+            {},
+            r"label pool=x is not on it \(it has (no label pool|pool=\w+)\)",
+        ),
         ({"resources": {"num_gpus": 3}}, {}, "it has 2 of GPU and 3 is wanted"),
         ({"replicas": 3, "resources": {"num_gpus": 1}}, {}, "0 of its 2 GPU are free"),
         ({}, {"tiers": [{"medium": "host", "capacity": 100 * GIB}]}, "has 100.0 GiB and n1"),

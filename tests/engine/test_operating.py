@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import math
 import os
 import signal
 import sys
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from raykv.errors import RayKVError
 from tests.support.live_changes import Changes
 from tests.support.operated import (
     BLOCK,
@@ -33,8 +37,10 @@ from tests.support.operated_checks import (
     attempt,
     desk_pid,
     explained,
+    in_a_shell,
     media,
     reasons,
+    spoiled_on_disk,
     state,
     store_pid,
     tag,
@@ -111,6 +117,89 @@ def test_where_tokens_come_from(at: Operated, way: str) -> None:
         at.wait_child(engine, EXAMPLE, "up")
 
 
+def test_why_it_was_a_miss(at: Operated) -> None:
+    """What left a store says how: thrown out, also when a pin's time was over, or rotten. A paused child is off."""
+    disk = at.tier("disk").path
+    with at.quiet():
+        for engine in at.engines:
+            at.kv.pause_child(EXAMPLE, engine=engine)
+        at.kv.clear(everything=True)
+        at.ask("one", "page")
+        at.kv.pause_child(TIERS, engine="one")
+        at.wait_child("one", TIERS, "off")
+        told = explained(at, "command", at.ask("one", "page").request_id, "one")
+        assert told["by_source"] == {"computed": len(PROMPTS["page"])} and reasons(told) >= {"child off"}
+        at.kv.resume_child(TIERS, engine="one")
+        at.wait_child("one", TIERS, "up")
+        spoiled_on_disk(at, "page")
+        assert "load failed" in reasons(explained(at, "api", at.ask("one", "page").request_id, "one"))
+        told = explained(at, "command", at.ask("two", "page").request_id, "two")
+        assert told["by_source"].get("host") == whole("page"), "what was computed again was saved again"
+        spoiled_on_disk(at, "page")
+        at.kv.verify()
+        assert at.tier("disk").bad_reads
+        told = explained(at, "api", at.ask("one", "page").request_id, "one")
+        assert "failed its check" in reasons(told) and told["by_source"] == {"computed": len(PROMPTS["page"])}
+        assert at.kv.remove_tier("disk").ok
+        at.kv.clear(everything=True)
+        for name in ("page", "aligned"):
+            at.ask("one", name)
+        at.kv.pin(PROMPTS["page"], "1s", engine="one")
+        eventually(lambda: not at.kv.pins(), "end of a pin's time")
+        at.kv.resize_tier("host", 40 * SLOT)
+        for name in ("long", "branch2"):
+            at.ask("two", name)
+        for name, why in (("page", "expired"), ("aligned", "evicted")):
+            assert not at.kv.lookup(PROMPTS[name], engine="one").held_tokens
+            told = explained(at, "command", at.ask("one", name).request_id, "one")
+            assert why in reasons(told) and told["by_source"] == {"computed": len(PROMPTS[name])}
+        at.kv.resize_tier("host", HOST)
+        assert at.kv.add_tier("disk", DISK, path=disk).ok
+        for engine in at.engines:
+            at.kv.resume_child(EXAMPLE, engine=engine)
+            at.wait_child(engine, EXAMPLE, "up")
+
+
+def test_what_there_is(at: Operated) -> None:
+    """One node with both engines and their store, by every way to see it; while the load runs `top` has its rates."""
+    [node] = at.kv.nodes
+    status = json.loads(in_a_shell("status", "--json"))
+    [seen] = [one for one in status["nodes"] if one["alive"]]
+    assert node.id == seen["node_id"] == at.kv.node(node.id[:6]).id and node.state == "alive"
+    assert set(node.engines) == set(at.engines) == {one["id"] for one in status["engines"]}
+    [store] = at.kv.stores
+    assert node.stores == (store.actor,) and {row["name"] for row in status["stores"]} == {store.actor}
+    assert {row["pid"] for row in status["stores"]} == {store.pid}
+    frame = timed("top", at.command, "top", once=True, every=3)
+    assert {one["id"] for one in frame["engines"]} == set(at.engines)
+    assert all(sum(by_source.values()) > 0 for by_source in frame["rates"]["tokens"].values())
+    assert frame["rates"]["stores"][store.actor]["look_ups"] > 0
+    before = {name: sum(at.kv.engine(name).tokens.values()) for name in at.engines}
+    eventually(lambda: all(sum(at.kv.engine(n).tokens.values()) > before[n] for n in before), "more tokens")
+    assert [one.id for one in asyncio.run(nodes_of(at))] == [node.id]
+    text = in_a_shell("top", "--once")
+    assert [part for part in ("one", "two", EXAMPLE, TIERS, store.at, "host", "disk") if part not in text] == [], text
+
+
+async def nodes_of(at: Operated) -> Any:
+    """By a coroutine."""
+    snapshot, store = await asyncio.gather(at.kv.aio.snapshot(), at.kv.aio.store(at.store_name))
+    assert store.actor in snapshot.nodes[0].stores
+    return snapshot.nodes
+
+
+def test_the_machine_is_examined(at: Operated, tmp_path: Path) -> None:
+    found = timed("doctor", at.command, "doctor", disk=tmp_path)
+    checks = {one["check"]: one for one in found["findings"]}
+    assert found["errors"] == 0, [one for one in found["findings"] if one["level"] == "error"]
+    assert checks["Ray"]["level"] == "ok" and at.kv.address in checks["Ray"]["said"]
+    assert all(checks[f"engine {name}"]["level"] == "ok" for name in at.engines)
+    assert checks[f"disk {tmp_path}"]["level"] != "error" and f"store {at.kv.stores[0].at}" in checks
+    figures = timed("bench", at.command, "bench", size="64MiB", disk=tmp_path)["figures"]
+    assert {one["what"] for one in figures} >= {"memcpy", "host tier", "disk tier, write", "disk tier, read"}
+    assert all(one["gbs"] > 0 for one in figures) and not list(tmp_path.iterdir())
+
+
 def test_the_story_in_the_answer(at: Operated) -> None:
     with at.quiet("one"):
         result = at.ask("one", "aligned", kv_transfer_params={"raykv_explain": True})
@@ -166,6 +255,8 @@ def test_tenants(at: Operated, way: str) -> None:
         at.ask("one", "aligned", cache_salt=salt)
         [mine] = [one for one in do("quota") if one["tenant"] == tag(salt)]
         assert mine["blocks"] <= 4
+        again = at.ask("one", "aligned", cache_salt=salt)
+        assert "over quota" in reasons(explained(at, way, again.request_id, "one"))
         assert do("quota", salt, "none")["ok"]
         at.ask("one", "page", cache_salt=salt)
         at.ask("one", "page")
@@ -275,11 +366,22 @@ def test_watch_sees_what_is_done(at: Operated) -> None:
         at.kv.resize_tier("disk", DISK)
 
 
+def test_watching_in_a_shell(at: Operated) -> None:
+    with ThreadPoolExecutor(1) as other:
+        watching = other.submit(in_a_shell, "watch", "--json", "--every", "0.2", "--for", "12s")
+        while not watching.done():  # it takes some seconds before it looks
+            at.kv.pause_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "off")
+            at.kv.resume_child(EXAMPLE, engine="one")
+            at.wait_child("one", EXAMPLE, "up")
+    events = [json.loads(line) for line in watching.result().splitlines()]
+    assert {("child", "off"), ("child", "up")} <= {(one["kind"], one["what"]) for one in events}
+    assert {one["name"] for one in events if one["kind"] == "child"} == {EXAMPLE}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_bad_input_changes_nothing(at: Operated, way: str) -> None:
     """One error each."""
-    from raykv.errors import RayKVError
-
     do = getattr(at, way)
     page = PROMPTS["page"]
     bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
@@ -311,16 +413,52 @@ def test_bad_input_changes_nothing(at: Operated, way: str) -> None:
     assert state(at) == before
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_is_drained(at: Operated, way: str, tmp_path: Path) -> None:
+    """No Controller runs here, so its engines stay: its store saves nothing more, and what it has goes to a folder."""
+    do, node = getattr(at, way), at.kv.nodes[0].short
+    with at.quiet():
+        for engine in at.engines:
+            at.kv.pause_child(EXAMPLE, engine=engine)
+        at.kv.clear(everything=True)
+        at.ask("one", "page")
+        with pytest.raises((RayKVError, CommandFailed), match="neither an fs tier nor a peer tier"):
+            do("drain_node" if way == "api" else "drain", node)
+        kept = at.ask("two", "page")
+        assert explained(at, way, kept.request_id, "two")["by_source"]["host"] == whole("page"), "it loads all the same"
+        at.ask("one", "aligned")
+        assert at.kv.store(at.store_name).drain and not at.kv.lookup(PROMPTS["aligned"], engine="one").held_tokens
+        assert do("undrain_node", node)["ok"] if way == "api" else do("drain", node, undo=True)["ok"]
+        assert not at.kv.store(at.store_name).drain
+        at.ask("one", "aligned")
+        assert at.kv.lookup(PROMPTS["aligned"], engine="one").held_tokens == len(PROMPTS["aligned"])
+        assert at.kv.add_tier("fs", DISK, path=str(tmp_path)).ok
+        assert timed("drain a node", do, "drain_node" if way == "api" else "drain", node)["ok"]
+        blocks = sum(len(PROMPTS[name]) // BLOCK for name in ("page", "aligned"))
+        assert sum(path.is_file() for path in tmp_path.rglob("*")) >= blocks
+        for medium in ("host", "disk"):
+            at.kv.clear(tier=medium)
+        found = at.ask("two", "page")
+        assert explained(at, way, found.request_id, "two")["by_source"]["fs"] == whole("page")
+        assert do("undrain_node", node)["ok"] if way == "api" else do("drain", node, undo=True)["ok"]
+        assert at.kv.remove_tier("fs").ok and at.tier("fs") is None
+        for engine in at.engines:
+            at.kv.resume_child(EXAMPLE, engine=engine)
+            at.wait_child(engine, EXAMPLE, "up")
+
+
 # -- live changes -----------------------------------------------------------------------------------------------------
 
 
-def change_live(at: Operated, number: int, seed: int) -> None:
-    """So many random changes. The load compares its answers all the while."""
+def change_live(at: Operated, number: int, seed: int, for_s: float = math.inf) -> None:
+    """So many random changes, or as many as there is time for. The load compares its answers all the while."""
     changes, before = Changes(at, seed), at.check_load()
+    deadline, done = time.monotonic() + for_s, 0
     try:
-        for _ in range(number):
+        while done < number and time.monotonic() < deadline:
             changes.one()
             at.check_load()
+            done += 1
     finally:
         changes.undo()
     at.check_integrity()
@@ -330,7 +468,7 @@ def change_live(at: Operated, number: int, seed: int) -> None:
     for kind, took in sorted(changes.took.items()):
         middle = sorted(took)[len(took) // 2]
         print(f"{kind}: {len(took)}, median {middle:.2f} s, longest {max(took):.2f} s", file=sys.stderr)
-    print(f"{number} changes, {at.check_load() - before} requests meanwhile", file=sys.stderr)
+    print(f"{done} changes, {at.check_load() - before} requests meanwhile", file=sys.stderr)
 
 
 def test_live_changes(at: Operated) -> None:
@@ -340,7 +478,8 @@ def test_live_changes(at: Operated) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_200_live_changes(at: Operated) -> None:
-    change_live(at, 200, seed=int(os.environ.get("RAYKV_SEED", "200")))
+    seed, for_s = int(os.environ.get("RAYKV_SEED", "200")), float(os.environ.get("RAYKV_CHANGES_S", "inf"))
+    change_live(at, 200, seed, for_s)
 
 
 # -- what is killed comes back ----------------------------------------------------------------------------------------

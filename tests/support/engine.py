@@ -250,6 +250,10 @@ class Engine:
         """vLLM's own figures since the start: counters, gauges, `metrics`, and `connector`, its stats."""
         return self._ask("stats")
 
+    def serve_metrics(self) -> str:
+        """host:port of a page with all that vLLM has at /metrics. Once."""
+        return f"127.0.0.1:{self._ask('serve_metrics')}"
+
     def pids(self) -> dict[str, Any]:
         return {
             "frontend": self.group.pid,

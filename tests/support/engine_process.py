@@ -42,16 +42,19 @@ class Server:
             "chat_tokens": self.chat_tokens,
             "call_core": self.call_core,
             "call_workers": self.call_workers,
+            "serve_metrics": self.serve_metrics,
         }
 
     def send(self, **message: Any) -> None:
         self.writer.write(json.dumps(message).encode() + b"\n")
 
     async def start(self) -> None:
+        from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = AsyncEngineArgs(**self.config)
+        events = self.config.pop("kv_events_config", None)
+        arguments = AsyncEngineArgs(**self.config, kv_events_config=KVEventsConfig(**events) if events else None)
         self.engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self.recorder.bind])
 
     async def run(self, call: int, operation: str, arguments: dict[str, Any]) -> None:
@@ -102,6 +105,13 @@ class Server:
 
     async def stats(self) -> dict[str, Any]:
         return self.recorder.snapshot()
+
+    async def serve_metrics(self) -> int:
+        """The page that `vllm serve` has at /metrics, at the port that is returned."""
+        from prometheus_client import start_http_server
+
+        server, _ = start_http_server(0, "127.0.0.1")
+        return int(server.server_port)
 
     async def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer = self.engine.get_tokenizer()

@@ -91,7 +91,8 @@ class FakeStore:
         lease = LeaseId(next(self._numbers))
         self.leases[lease] = hashes[:held]
         media = tuple(self.medium.get(i, Medium.HOST) for i in range(held))
-        return LookedUp(self.life, look_up.request, held, lease, media)
+        peer = "b2b2b2b2b2b2" if Medium.PEER in media else ""
+        return LookedUp(self.life, look_up.request, held, lease, media, peer=peer)
 
     def _holds(self, hashes: Sequence[bytes]) -> bool:
         return all(

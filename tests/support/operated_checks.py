@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +60,22 @@ def to_disk(at: Operated, name: str) -> None:
     assert at.kv.drain_tier("host").ok
     assert at.kv.clear(tier="host").ok
     assert at.kv.add_tier("host", tier.capacity).ok
+
+
+def in_a_shell(*arguments: str) -> str:
+    """What a command prints, in a process of its own."""
+    command = [sys.executable, "-m", "raykv.cli", *arguments]
+    env = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, env=env, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
+
+
+def spoiled_on_disk(at: Operated, name: str) -> None:
+    """The prompt lies on the disk only, and of all that lies there every byte is another one now."""
+    to_disk(at, name)
+    slots = f"{at.tier('disk').path}/raykv.slots"
+    with open(slots, "r+b", buffering=0) as file:
+        file.write(os.urandom(1 << 20) * (os.path.getsize(slots) >> 20))
+        os.fsync(file.fileno())
 
 
 def tag(salt: str) -> str:
