@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(tiny_model: Path, ray_cluster: RayCluster, folder: Path) -> Iterator[dict[str, Engine]]:
     """ "full" and "half" have one model, one store and another dtype; "half" weighs what a hit costs."""
-    tiers = tier_child(f"r{os.getpid()}", host=str(HOST))
+    tiers = tier_child(f"r{os.getpid()}", host=str(HOST), slot=128 << 10)  # the blocks of "full" are the larger ones
     env = {**ray_cluster.env, "PYTHONPATH": os.getcwd()}
     slow = file_child(folder, name="slow", **LIMITS)
     half = multi([slow, tiers], raykv={"load_cost": True}, engine_id="half")
