@@ -31,7 +31,6 @@ ORDER = (
     "test_tier_groups",
     "test_demo",
     "test_operating",
-    "test_reasons",
     "test_offload",
     "test_faults",
     "test_storm",
