@@ -53,7 +53,7 @@ class Places:
         """For each hash; None: all its parts are held. Raises StoreError for bad input.
 
         `then`: why it was not here at that time (seconds since the epoch), as far as is remembered; 0: now. A block
-        that is held, and of which nothing older is remembered, is None then too.
+        that is held, and of which nothing older is remembered, is None then too, if no other model's was held then.
         """
         mine, digests, stock = checked_fingerprints(fingerprints), checked_hashes(hashes), self._stock
         if stock is None:
@@ -84,14 +84,15 @@ class Places:
         gone_since = [found for found in noted if found[1] > then > 0 and found[0] in LEFT]
         noted = [found for found in noted if found not in gone_since]
         if heads and not lacking and not noted:
-            return None
+            elsewhere = [head for head in others if _was_held(stock, head + digest, then)] if then else []
+            return self._other_model(heads, elsewhere) if elsewhere else None
         if noted:
             why, at = max(noted, key=lambda one: one[1])
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
             return Absence(why, at, f"{when}; {parts}" if parts else when)
-        elsewhere = [head[:FINGERPRINT_NBYTES] for head in others if book.find(head + digest) is not None]
+        elsewhere = [head for head in others if book.find(head + digest) is not None]
         if elsewhere and not parts:
-            return Absence(Why.OTHER_FINGERPRINT, 0.0, self._differ(heads, list(dict.fromkeys(elsewhere))))
+            return self._other_model(heads, elsewhere)
         if gone_since and not parts:
             why, at = max(gone_since, key=lambda one: one[1])
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
@@ -99,6 +100,10 @@ class Places:
                 Why.NOT_FOUND, 0.0, f"it has left since, at {when} ({why}); what was before is not known any more"
             )
         return Absence(Why.NEVER_STORED, 0.0, parts)
+
+    def _other_model(self, heads: Sequence[bytes], elsewhere: Sequence[bytes]) -> Absence:
+        models = list(dict.fromkeys(head[:FINGERPRINT_NBYTES] for head in elsewhere))
+        return Absence(Why.OTHER_FINGERPRINT, 0.0, self._differ(heads, models))
 
     def _differ(self, heads: Sequence[bytes], others: Sequence[bytes]) -> str:
         """Which fact differs, and both its values, as far as the facts of both are known."""
@@ -116,6 +121,12 @@ class Places:
         for one in dict.fromkeys(fingerprints):
             found += [head for head in known if head.startswith(one)] or [one + bytes(1)]
         return found
+
+
+def _was_held(stock: Stock, key: bytes, then: float) -> bool:
+    """Whether the block is where it is since before `then`, to a second. The lock is held."""
+    place = stock.book.find(key)
+    return place is not None and time.time() - stock.book.ages()[place.tier].age(place.slot) <= then + 1
 
 
 def known_heads(stock: Stock, models: KnownModels) -> list[bytes]:

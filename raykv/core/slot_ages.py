@@ -42,6 +42,10 @@ class SlotAges:
         self._came[slot] = self.now
         self.was_read[slot] = 0
 
+    def age(self, slot: int) -> int:
+        """Seconds since the block of this slot came to it."""
+        return self.now - self._came[slot]
+
     def went(self, slots: Sequence[int]) -> None:
         """These blocks are thrown out."""
         for slot in slots:

@@ -129,6 +129,10 @@ def test_why_a_block_is_not_here(h: Harness) -> None:
     h.put(store, other, "r", [0])
     assert why("r").why == Why.OTHER_FINGERPRINT and "dtype: fp16 here, fp8 there" in why("r").detail
     assert store.why((other.attach.fingerprint.hex(),), prompt_of("r", 1)) == (None,)
+    h.put(store, rank, "r", [1])
+    (missed_then,) = store.why(mine, prompt_of("r", 1), time.time())
+    assert why("r") is None and missed_then is not None and missed_then.why == Why.OTHER_FINGERPRINT
+    assert store.why(mine, prompt_of("r", 1), begun - 60) == (None,)  # the other model's had not come either
     found = store.look_up(E, look_up("q2", 1))
     store.look_up(E, look_up("q1", 1, "s"))
     assert found.num_blocks == 1
