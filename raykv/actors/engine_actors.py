@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ NODE_CHARS = 12
 REPORT_S = 2.0
 EMPTY_S = 300.0
 """How long an engine that is to go may take to finish its requests."""
+NOTICE_S = 3.0
+"""An engine that is to go is named as not ready first, for so long: routers ask every second who is."""
 GRACE_S = 30.0
 GONE_S = 30.0
 
@@ -101,7 +104,10 @@ class EngineActors:
             raise ray_calls.translated(order.name, error) from error
 
     def stop(self, instance: Instance, empty: bool) -> None:
-        """End an engine and its actor, and wait until the actor's name is free."""
+        """End an engine and its actor, and wait until the actor's name is free. `empty`: routers have the time to hear
+        that it goes, then its requests to end."""
+        if empty:
+            time.sleep(NOTICE_S)
         for name in [n for n in ray_calls.names(self._namespace) if n.startswith(PREFIX)]:
             if _parse(name)[:2] != (instance.replica, instance.node[:NODE_CHARS]):
                 continue

@@ -50,9 +50,9 @@ class RouterApp:
         self.prompts = LearnedPrompts()
         self.table = RoutingTable(self.prompts, random.Random(), options.avoid_s)
         self._upstream = Upstream(options.connect_timeout_s, options.silence_timeout_s)
-        self._flow = Flow(options, self.table, self._upstream)
         self._learner = Learner(self.prompts, self.table, self._upstream, cluster) if cluster is not None else None
         self._refresher = Refresher(source, self.table, options.refresh_s)
+        self._flow = Flow(options, self.table, self._upstream, self._refresher.look)
         self._answers: Counter[tuple[str, int]] = Counter()
         self._in_hand = 0
 

@@ -42,6 +42,7 @@ class Refresher:
         self._table = table
         self._every_s = every_s
         self._task: asyncio.Task[None] | None = None
+        self._looking: asyncio.Future[None] | None = None
         self.problem = ""
         """Why the last look gave nothing; empty: it did."""
 
@@ -51,14 +52,24 @@ class Refresher:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the task."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        """End the task, and a look that is under way."""
+        for task in (self._task, self._looking):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     async def look(self) -> None:
-        """Ask once. An error is kept as `problem` and logged when it is a new one."""
+        """Ask once, for all who want it meanwhile. An error is kept as `problem`, and logged when it is a new one."""
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+            self._looking.add_done_callback(self._looked)
+        await asyncio.shield(self._looking)
+
+    def _looked(self, _: asyncio.Future[None]) -> None:
+        self._looking = None
+
+    async def _look(self) -> None:
         problem = ""
         try:
             engines = await asyncio.wait_for(self._source.engines(), ANSWER_TIMEOUT_S)

@@ -58,10 +58,14 @@ class Request:
 class Flow:
     """Sends requests on their way. One event loop; many requests at once."""
 
-    def __init__(self, options: RouterOptions, table: RoutingTable, upstream: Upstream) -> None:
+    def __init__(
+        self, options: RouterOptions, table: RoutingTable, upstream: Upstream, renew: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`renew`: brings the table up to date now, where it can, and does not raise. It may take seconds."""
         self._options = options
         self._table = table
         self._upstream = upstream
+        self._renew = renew
         self.counts: Counter[str] = Counter()
         """Hops, and what became of them."""
 
@@ -72,7 +76,7 @@ class Flow:
         tried: set[str] = set()
         params: dict[str, Any] | None = None
         for last in (False, True):
-            engine = self._decode_engine(prefix, tried)
+            engine = await self._decode_engine(prefix, tried)
             with self._in_hand(engine):
                 if hop and params is None and engine.role is EngineRole.DECODE:
                     assert request.prompt is not None
@@ -99,10 +103,14 @@ class Flow:
         """Whether a prefill is of use to one decode engine only."""
         return self._options.transport is Transport.NIXL
 
-    def _decode_engine(self, prefix: tuple[bytes, ...], tried: set[str]) -> EngineInfo:
-        """One that was not tried; if there is none, one that was: its connection may have been stale."""
-        now = time.monotonic()
-        engine = self._table.choose(DECODES, prefix, now, tried) or self._table.choose(DECODES, prefix, now)
+    async def _decode_engine(self, prefix: tuple[bytes, ...], tried: set[str]) -> EngineInfo:
+        """One that was not tried, if need be of a list that is fetched now; if there is none, one that was: its
+        connection may have been stale."""
+        engine = self._table.choose(DECODES, prefix, time.monotonic(), tried)
+        if engine is None:  # the list may be of before a change: one engine has gone, the other has come
+            await self._renew()
+            now = time.monotonic()
+            engine = self._table.choose(DECODES, prefix, now, tried) or self._table.choose(DECODES, prefix, now)
         if engine is None:
             raise Refusal(503, self.nobody())
         return engine

@@ -55,6 +55,21 @@ def test_no_engine_at_all() -> None:
     drive(scenario())
 
 
+@pytest.mark.parametrize("known", [[], ["d1"]])
+def test_who_finds_nobody_looks_for_new_engines(known: list[str]) -> None:
+    """One engine has gone and another has come since the list was had: no client sees it."""
+
+    async def scenario() -> None:
+        source = Listing()
+        async with door([engine("p0"), engine("d0")], [engine("d1")], source, refresh_s=60) as opened:
+            opened.app.table.replace([opened["p0"].info, *(opened[name].info for name in known)])
+            source.found = [opened["p0"].info, opened["d0"].info]
+            statuses = [status for status, _ in await asyncio.gather(*(opened.post(BODY) for _ in range(3)))]
+            assert statuses == [200] * 3 and len(opened["d0"].seen) == 3
+
+    drive(scenario())
+
+
 def test_a_list_that_can_not_be_had_leaves_the_known_engines() -> None:
     async def scenario() -> None:
         source = Listing()
