@@ -41,6 +41,7 @@ def kv(engines: dict[str, Engine]) -> Iterator[Any]:
     import raykv
 
     with raykv.connect(timeout_s=30) as found:
+        eventually(lambda: set(engines) <= {engine.id for engine in found.engines}, "the engines' desks")
         yield found
 
 
