@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from raykv.actors.engine_actors import NODE_CHARS
 from raykv.actors.processes import command_of, pids, session_of
 from raykv.launch import up as launch
 from raykv.launch.spec_file import spec_from
+from tests.support import process
 from tests.support.cluster_load import Load, Outcome
 from tests.support.prompts import MAX_TOKENS, PROMPTS, prompt
 from tests.support.real_cluster import BLOCK, Answer, RealCluster, ask, spec, tiers_for, until
@@ -387,6 +389,11 @@ def test_a_node_dies(sim: SimCluster, cluster: RealCluster, load: Load, report: 
     survive(load, report, "whole node", lambda: sim.kill(victim), replaced(cluster, *others), in_hand)
     left = [pid for pid in processes if session_of(pid) is not None]
     assert not left, f"these have outlived their node: {left}"
+    # A machine that is lost takes its memory along; here it was this machine's.
+    memory = list(process.SHM.glob(f"raykv-*-{victim.node_id[:NODE_CHARS]}.*"))
+    assert memory
+    for path in memory:
+        path.unlink()
     sim.add(own_disk=OWN_DISKS, **NODE)
     until(lambda: len(cluster.status().nodes) == 4, "the new node is not seen")  # with the head's
     load.answered_since(time.monotonic(), 4)
