@@ -17,6 +17,7 @@ from tests.support.configs import example_child, multi, tier_child
 from tests.support.engine import Engine, Result
 from tests.support.prompts import MAX_TOKENS, PROMPTS
 from tests.support.ray_cluster import RayCluster
+from tests.support.waiting import eventually
 
 BLOCK = 32
 SLOT = 128 << 10  # bytes of one block of the tiny model
@@ -239,6 +240,7 @@ def operated(model: Path, ray: RayCluster, folder: Path, baseline: dict[str, lis
             engine.wait_ready()
         made = Operated(engines, baseline, folder, store)
         stack.callback(made.close)
+        eventually(lambda: set(engines) <= {engine.id for engine in made.kv.engines}, "the engines' desks")
         yield made
 
 
