@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,7 +23,6 @@ from raykv.actors.store_stock import Staging, Stock
 from raykv.actors.store_tiers import Written
 from raykv.core.peer_part import PeerBlock, PeerPart, seal
 from raykv.core.store_plans import Place
-from raykv.storage.checksum import bytes_at, checksum
 from raykv.storage.nixl_transport import NixlTransport, Transfer, TransferState, TransportError
 
 logger = logging.getLogger("raykv")
@@ -188,15 +188,12 @@ class PeerLoader:
             loaded.error = f"a read from store {part.peer} failed: {transfer.error or 'it is too slow, or hangs'}"
             self._peers.failed(part.peer, loaded.error)
             return
-        for one in chunk.targets:
-            nbytes = session.nbytes[one.wanted.group]
-            one.checksum = checksum(bytes_at(one.address, nbytes))
-            if seal(one.block.key, nbytes, one.checksum) != one.block.seal:
-                self.bad_blocks += 1
-                loaded.error = f"store {part.peer} has other bytes than it said"
-                self._peers.failed(part.peer, loaded.error)
-                return
-        self._copy(session, chunk.targets)
+        bad = self._fill(session, chunk.targets)
+        if bad:
+            self.bad_blocks += bad
+            loaded.error = f"store {part.peer} has other bytes than it said"
+            self._peers.failed(part.peer, loaded.error)
+            return
         self._keep(session, chunk.targets)
         loaded.good.extend(one.wanted for one in chunk.targets)
         chunk.targets = []
@@ -206,15 +203,20 @@ class PeerLoader:
         tier = next((one.place.tier for one in targets if one.place is not None), None)
         return self._stock.tiers.rows(tier)
 
-    def _copy(self, session: Session, targets: Sequence[_Target]) -> None:
-        rows = self._rows(targets)
+    def _fill(self, session: Session, targets: Sequence[_Target]) -> int:
+        """Check these blocks and copy on those that are what the peer said, a few at a time, while they are in the
+        cache. How many are not."""
+        rows, bad = self._rows(targets), 0
         batches: dict[tuple[bool, int], list[_Target]] = {}
         for one in targets:
             batches.setdefault((one.place is not None, one.wanted.group), []).append(one)
         for (kept, group), batch in batches.items():
             memory = rows if kept and rows is not None else self._staging.rows
             slots = [one.place.slot if one.place is not None else one.staged for one in batch]
-            session.mover(group, memory).load(slots, [one.wanted.block_id for one in batch])
+            sound = partial(_sound, batch, session.nbytes[group])
+            ids = [one.wanted.block_id for one in batch]
+            bad += len(session.mover(group, memory).load(slots, ids, sound=sound))
+        return bad
 
     def _keep(self, session: Session, targets: Sequence[_Target]) -> None:
         """They are checked and copied: those in slots are this store's from now on, the rows are free again."""
@@ -258,3 +260,10 @@ class PeerLoader:
     def reap(self) -> int:
         """Give back the rows of late transfers that have ended; how many have not."""
         return self._late.reap()
+
+
+def _sound(batch: Sequence[_Target], nbytes: int, place: int, found: int) -> bool:
+    """Whether the bytes with the checksum `found` are those of the block; keeps the checksum."""
+    one = batch[place]
+    one.checksum = found
+    return seal(one.block.key, nbytes, found) == one.block.seal

@@ -9,6 +9,9 @@ What was found out about nixl 1.5 (CPU memory, two processes on one machine), an
 - Without a progress thread at the source, reads over TCP never end, and no first connection is made. With one and no
   delay a core is taken, idle or not. With `PROGRESS_US` between its rounds it takes 1 % of a core while idle, and
   reads are as fast: the reader makes its own progress when it asks for the state.
+- The reader needs no such thread, and is better without: over shared memory the call that begins a read is the copy,
+  and a progress thread that wakes up meanwhile spins on UCX's lock until it is done; over TCP it does again
+  what polls do. So who lends and reads has an agent for each.
 - All calls give up the GIL.
 """
 
@@ -107,25 +110,29 @@ class NixlTransport:
     Any thread. Whoever ends a region closes the transport first.
     """
 
-    def __init__(self, name: str, regions: Sequence[torch.Tensor], loopback: bool) -> None:
-        """`name` is unique in the cluster. `loopback`: listen on 127.0.0.1 only. Raises TransportError with the fix."""
+    def __init__(self, name: str, regions: Sequence[torch.Tensor], loopback: bool, progress: bool = True) -> None:
+        """`name` is unique in the cluster. `loopback`: listen on 127.0.0.1 only. `progress`: with a progress thread,
+        which peers need to read here; without one a transfer goes on while one is polled. Raises TransportError with
+        the fix."""
         if loopback:
             # Read when the agent is made. Who has chosen a device himself keeps it.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        self.progress = progress
         self.nixl = _import_nixl()
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         try:
             self.agent: Any = self.nixl.nixlAgent(name, self._config())
             self.agent.createBackend("UCX", {})
-            self.agent.registerMem(self._described([(one.data_ptr(), one.nbytes) for one in regions]), [])
+            if regions:  # NIXL takes an empty list for an error
+                self.agent.registerMem(self._described([(one.data_ptr(), one.nbytes) for one in regions]), [])
             self.metadata = bytes(self.agent.getLocalMD())
         except Exception as error:
             raise TransportError(MISSING.format(why=f"{type(error).__name__}: {error}")) from error
 
     def _config(self) -> Any:
         config = self.nixl.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, PROGRESS_US
+        config.useProgThread, config.pthrDelay = self.progress, PROGRESS_US
         config.useListenThread = config.captureTelemetry = False
         config.syncMode = self.nixl.NIXL_THREAD_SYNC_STRICT
         return config

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raykv.actors import peer_reach
 from raykv.actors.node_store import NodeStore
@@ -311,6 +312,58 @@ def test_a_flipped_byte_is_never_loaded(h: Harness) -> None:
     assert "other bytes" in refused(h, b, near, found)
     assert near.blocks([10]) == [bytes(SLOT)]
     assert find(b, E, look_up("p", 4, "next")).num_blocks == 0, "it is left alone for a while"
+
+
+def test_one_flipped_block_is_not_copied_with_its_neighbours(h: Harness) -> None:
+    a, b, near, found = a_hit(h)
+    assert b._stock is not None and found.lease is not None
+    part = b._stock.parts.get(b._stock.lease_in(found.lease))
+    assert part is not None
+    host_slots(a)[part.slots[2], 5] += 1
+    done = h.get(b, near, found, [10, 11, 12, 13])
+    assert not done.ok and 12 in done.bad_blocks and "other bytes" in done.error
+    assert near.blocks([12]) == [bytes(SLOT)]
+    status = b.status().peer
+    assert status is not None and status.bad_blocks == 1
+    eventually(lambda: b.status().tiers[0].writing == 0)
+    assert b.status().tiers[0].used == 4 - len(done.bad_blocks)
+
+
+def test_it_reads_by_an_agent_without_a_thread_and_lends_by_another(
+    h: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, near, found = a_hit(h)
+    readers, read = [], nixl_transport.NixlTransport.read
+
+    def noted(transport: nixl_transport.NixlTransport, *args: Any) -> nixl_transport.Transfer:
+        readers.append(transport)
+        return read(transport, *args)
+
+    monkeypatch.setattr(nixl_transport.NixlTransport, "read", noted)
+    assert h.get(b, near, found, [10, 11, 12, 13]).ok
+    (lent,) = [a.lend(args[0]) for method, args in h.nodes.callers["a"].calls if method == "lend"]
+    assert [one.progress for one in readers] == [False]
+    assert lent.memory is not None and a._works is not None and a._works.peers is not None
+    assert lent.memory.metadata == a._works.peers._lending.metadata and a._works.peers._lending.progress
+
+
+def test_memory_that_one_agent_refuses_is_the_others_neither(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = h.store("a")
+    h.rank(a, FAR)
+    assert a._works is not None and a._works.peers is not None
+    tier, register = a._works.peers, nixl_transport.NixlTransport.register
+    before = tier._lending.metadata
+
+    def refuses(transport: nixl_transport.NixlTransport, regions: Any) -> None:
+        if not transport.progress:
+            raise nixl_transport.TransportError("no more memory")
+        register(transport, regions)
+
+    monkeypatch.setattr(nixl_transport.NixlTransport, "register", refuses)
+    more = torch.zeros(8192, dtype=torch.uint8)
+    with pytest.raises(nixl_transport.TransportError, match="no more"):
+        tier.host_grew(0, [(more.data_ptr(), more.nbytes)])
+    assert len(tier._lending.metadata) == len(before), "it names no more memory than before"
 
 
 @pytest.mark.parametrize("name", ["slots", "seals"])

@@ -169,6 +169,28 @@ def test_what_is_compared_in_turns_is_all_compared(way: RowCopy | None, monkeypa
     assert all(map(torch.equal, before, everything(layouts)))
 
 
+def test_the_caller_may_say_what_is_sound(way: RowCopy | None) -> None:
+    """By place and checksum; what is not sound is not copied."""
+    layouts = LAYOUTS["many planes of 16-byte words"]
+    move, pool = mover(layouts, way)
+    ids, slots = [3, 2, 6], [4, 5, 1]
+    sums = move.save(ids, slots, checksums=True)
+    before = everything(layouts)
+    pool[5, 0] ^= 1
+    for each in layouts:
+        for p in each.planes:
+            p[[3, 6]] = 0
+    found: dict[int, int] = {}
+
+    def sound(place: int, checksum: int) -> bool:
+        found[place] = checksum
+        return checksum == sums[place]
+
+    assert move.load(slots, ids, sound=sound) == [1]
+    assert (found[0], found[2], found[1] != sums[1]) == (sums[0], sums[2], True)
+    assert all(map(torch.equal, before, everything(layouts)))
+
+
 def test_the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mover, run over CPU memory."""
     layouts = LAYOUTS["layers of different sizes"]

@@ -1,4 +1,5 @@
-"""Reads between two processes by real NIXL, over shared memory and sockets, of peers that stop, die and come back."""
+"""Reads between two processes by real NIXL, over shared memory and sockets, of peers that stop, die and come back; by
+agents with a progress thread of their own and without."""
 
 from __future__ import annotations
 
@@ -60,10 +61,11 @@ class Lender:
 class World:
     """The borrower is this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: bool) -> None:
         self.lenders: list[Lender] = []
         self.memory = torch.zeros((ROWS, ROW), dtype=torch.uint8)
-        self.transport = NixlTransport(f"borrower {os.getpid()} {time.monotonic_ns()}", [self.memory], loopback=True)
+        name = f"borrower {os.getpid()} {time.monotonic_ns()}"
+        self.transport = NixlTransport(name, [self.memory], loopback=True, progress=progress)
 
     def lender(self, **options: Any) -> Lender:
         self.lenders.append(Lender(**options))
@@ -81,20 +83,25 @@ class World:
             one.close()
 
 
+@pytest.fixture(params=[False, True], ids=["polled", "with a thread"])
+def progress(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.fixture(params=[SHM, TCP])
-def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    yield from a_world(request.param, monkeypatch)
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, progress: bool) -> Iterator[World]:
+    yield from a_world(request.param, monkeypatch, progress)
 
 
 @pytest.fixture
-def over_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    yield from a_world(TCP, monkeypatch)
+def over_tcp(monkeypatch: pytest.MonkeyPatch, progress: bool) -> Iterator[World]:
+    yield from a_world(TCP, monkeypatch, progress)
 
 
-def a_world(tls: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def a_world(tls: str, monkeypatch: pytest.MonkeyPatch, progress: bool) -> Iterator[World]:
     monkeypatch.setenv("UCX_TLS", tls)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    made = World()
+    made = World(progress)
     try:
         yield made
     finally:
@@ -224,6 +231,19 @@ def test_it_listens_on_loopback_only(world: World) -> None:
         listening += [one[1] for one in fields if one[3] == "0A" and one[9] in inodes]
     assert listening
     assert all(address.startswith("0100007F:") for address in listening)
+
+
+def test_an_agent_that_is_polled_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would spin on UCX's lock while a read begins, which over shared memory is the copy."""
+    monkeypatch.setenv("UCX_TLS", SHM)
+    first = NixlTransport("first", [], loopback=True)  # with UCX's own thread, one a process
+    before = len(os.listdir("/proc/self/task"))
+    polled = NixlTransport("polled", [], loopback=True, progress=False)
+    assert len(os.listdir("/proc/self/task")) == before
+    other = NixlTransport("with a thread", [], loopback=True)
+    assert len(os.listdir("/proc/self/task")) > before
+    for one in (first, polled, other):
+        one.close()
 
 
 def test_without_nixl_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
