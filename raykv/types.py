@@ -34,3 +34,7 @@ JobId = NewType("JobId", int)
 
 LeaseId = NewType("LeaseId", int)
 """A promise of one life of a store not to evict some blocks; remote, and it expires."""
+
+NODE_CHARS = 12
+"""So many letters of a Ray node's id stand for it: in the names of engines, stores and their memory, in metrics, for
+people."""

@@ -20,11 +20,10 @@ from raykv.actors.engine_server import EngineServer
 from raykv.cluster_messages import CONTROLLER, EngineOrder
 from raykv.core.reconcile import Instance
 from raykv.errors import HostDied, HostError
+from raykv.types import NODE_CHARS
 
 PREFIX = "raykv-engine-"
 GROUPS = {ray_calls.CONTROL_GROUP: 4}
-NODE_CHARS = 12
-"""So many letters of a node's id are in the names of engines and stores."""
 REPORT_S = 2.0
 EMPTY_S = 300.0
 """How long an engine that is to go may take to finish its requests."""

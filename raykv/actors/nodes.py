@@ -17,12 +17,13 @@ from ray._private.state import available_resources_per_node
 
 from raykv.actors import cluster, named_actor, store_handle
 from raykv.actors.controller_world import FoundEngine, NodeRecord, Record, StoreBusy, WorldError
-from raykv.actors.engine_actors import NODE_CHARS, EngineActors, kill
+from raykv.actors.engine_actors import EngineActors, kill
 from raykv.actors.node_facts import NodeFacts, probe
 from raykv.cluster_messages import CONTROLLER, EngineOrder
 from raykv.core.reconcile import Instance, StoreAt
 from raykv.errors import HostError, HostRaised, HostTimeout
 from raykv.store_messages import DrainReport, StoreSpec
+from raykv.types import NODE_CHARS
 
 logger = logging.getLogger("raykv")
 

@@ -26,7 +26,7 @@ from raykv.errors import HostError, HostTimeout, RayKVError
 from raykv.peer_messages import Lend, Lent, PeerMemory
 from raykv.storage.nixl_transport import NixlTransport, TransportError
 from raykv.store_messages import LookedUp, LookUp, Medium
-from raykv.types import EngineId, LeaseId, StoreLife
+from raykv.types import NODE_CHARS, EngineId, LeaseId, StoreLife
 
 logger = logging.getLogger("raykv")
 
@@ -34,8 +34,6 @@ LOCATE_SHARE = 0.4
 """Of a look-up's time is the Directory's; the rest is the peer's."""
 MOST_FAILING = 1000
 """Names of stores that failed: a hint may name any."""
-NODE_CHARS = 12
-"""Of a node's id, for people; as in the names of its stores."""
 MOST_PEERS = 2
 """Asked for one look-up, beside the one that is announced: the Directory may be behind, and a third try is seldom worth
 a request's time."""

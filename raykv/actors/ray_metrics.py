@@ -19,6 +19,7 @@ from raykv.observe import provision
 from raykv.observe.names import BY_NAME, Metric
 from raykv.observe.reporter import EVERY_S, Read, Report, Reporter
 from raykv.observe.samples import Point, Sample
+from raykv.types import NODE_CHARS
 
 logger = logging.getLogger("raykv")
 
@@ -80,4 +81,4 @@ def put_dashboard() -> bool:
 
 def node_label() -> str:
     """This node as metrics name it: the first letters of its id, as in the names of its stores."""
-    return ray.get_runtime_context().get_node_id()[:12]
+    return ray.get_runtime_context().get_node_id()[:NODE_CHARS]

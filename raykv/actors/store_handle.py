@@ -20,6 +20,7 @@ from raykv.actors.processes import Pidfd
 from raykv.actors.store_call import reason
 from raykv.errors import RayKVError, StoreError
 from raykv.store_messages import Attached, StoreSpec
+from raykv.types import NODE_CHARS
 
 PREFIX = "raykv-store-"
 GROUPS = {
@@ -60,7 +61,7 @@ class StoreHandle(NamedActor):
 
 def store_name(store: str, node_id: str) -> str:
     """The name of the actor: one per node and store."""
-    return f"{PREFIX}{store}-{node_id[:12]}"
+    return f"{PREFIX}{store}-{node_id[:NODE_CHARS]}"
 
 
 def open_store(
@@ -117,7 +118,7 @@ def _door(spec: StoreSpec, node: str, name: str, namespace: str) -> tuple[PeerDo
         find_directory=find,
         find_events=event_handle.finder(namespace),
     )
-    return door, node[:12] if list(nodes.values()).count(ip) > 1 else ""
+    return door, node[:NODE_CHARS] if list(nodes.values()).count(ip) > 1 else ""
 
 
 def _is_loopback(ip: str) -> bool:
@@ -157,7 +158,7 @@ def shutdown_stores(
     node = node_id or ray.get_runtime_context().get_node_id()
     ended = []
     for name in stores(namespace):
-        if not name.endswith(f"-{node[:12]}"):
+        if not name.endswith(f"-{node[:NODE_CHARS]}"):
             continue
         actor = named_actor.find(name, namespace)
         if actor is not None:

@@ -15,6 +15,7 @@ from raykv.api.objects import split_actor
 from raykv.api.reach import Caller, NodeFact, Tell
 from raykv.api.words import show_seconds
 from raykv.errors import ClusterError, HostDied, RayKVError
+from raykv.types import NODE_CHARS
 
 logger = logging.getLogger("raykv")
 
@@ -125,14 +126,14 @@ class RayWorld:
                 namespace=self.namespace,
                 timeout=timeout,
             )
-            return f"Node {node[:12]} is empty: it can be removed."
+            return f"Node {node[:NODE_CHARS]} is empty: it can be removed."
         return self._drain_stores(node, timeout, tell)
 
     def _drain_stores(self, node: str, timeout: float, tell: Tell) -> str:
         callers = self.stores()
         here = [name for name in callers if node.startswith(split_actor(name)[1])]
         if not here:
-            return f"Node {node[:12]} has no store: nothing was to do."
+            return f"Node {node[:NODE_CHARS]} has no store: nothing was to do."
         deadline = time.monotonic() + timeout
 
         def one(name: str) -> object:
@@ -149,10 +150,10 @@ class RayWorld:
         problems += [f"{name}: {report}" for name, report in reports.items() if report.problem or report.left_blocks]
         if problems:
             raise NotDoneError(
-                f"The stores of node {node[:12]} could not be emptied within {show_seconds(timeout)}: "
+                f"The stores of node {node[:NODE_CHARS]} could not be emptied within {show_seconds(timeout)}: "
                 f"{'; '.join(problems)}. They save nothing new; `raykv drain --undo` takes that back."
             )
-        return f"The stores of node {node[:12]} are empty; its engines, which no Controller moves, still run."
+        return f"The stores of node {node[:NODE_CHARS]} are empty; its engines, which no Controller moves, still run."
 
     def undrain(self, node: str, timeout: float) -> str:
         """The other way round."""
@@ -160,13 +161,17 @@ class RayWorld:
         controller = controller_handle.find(self.namespace)
         if controller is not None:
             controller.undrain(node)
-            return f"Node {node[:12]} takes engines and stores again."
+            return f"Node {node[:NODE_CHARS]} takes engines and stores again."
         callers = self.stores()
         here = [name for name in callers if node.startswith(split_actor(name)[1])]
         _, errors = at_all(lambda name: callers[name].call("undrain", timeout=timeout), here)
         if errors:
             raise NotDoneError("; ".join(f"{name}: {problem}" for name, problem in errors.items()))
-        return f"The stores of node {node[:12]} take saves again." if here else f"Node {node[:12]} has no store."
+        return (
+            f"The stores of node {node[:NODE_CHARS]} take saves again."
+            if here
+            else f"Node {node[:NODE_CHARS]} has no store."
+        )
 
     def _check(self) -> None:
         if self._closed:

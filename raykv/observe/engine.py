@@ -9,6 +9,7 @@ from raykv.core.histogram import Histogram
 from raykv.engine_messages import ChildView, EngineView, Story
 from raykv.observe.names import CHILD_COUNTERS, CHILD_TIMES, seconds_name
 from raykv.observe.samples import Sample
+from raykv.types import NODE_CHARS
 
 STATES = ("up", "down", "paused", "off", "starting", "leaving")
 """Of a child, as ChildView has them."""
@@ -37,7 +38,7 @@ class EngineMeter:
 
 def engine_samples(view: EngineView, meter: EngineMeter | None = None) -> Iterator[Sample]:
     """All that an engine reports. Without a meter the figures by request are left out."""
-    mine = (str(view.engine), view.role, view.node[:12])
+    mine = (str(view.engine), view.role, view.node[:NODE_CHARS])
     for source in {"gpu", "computed", *view.tokens}:
         yield Sample("raykv_tokens_total", (*mine, source), view.tokens.get(source, 0))
     yield Sample("raykv_requests_running", mine, view.running)

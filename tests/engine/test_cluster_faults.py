@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from raykv.actors.engine_actors import NODE_CHARS
 from raykv.actors.processes import command_of, pids, session_of
 from raykv.launch import up as launch
 from raykv.launch.spec_file import spec_from
+from raykv.types import NODE_CHARS
 from tests.support import process
 from tests.support.cluster_load import Load, Outcome
 from tests.support.prompts import MAX_TOKENS, PROMPTS, prompt
